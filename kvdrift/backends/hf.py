@@ -1,0 +1,105 @@
+"""How a Hugging Face causal language model is driven: one forward pass, with or without a cache."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache
+
+from kvdrift.errors import ModelError
+
+
+class HFBackend:
+    """Drives one `transformers` causal LM and nothing else about it.
+
+    Every pass asks for the logits of the last position only (as `generate` does: the LM head at another row
+    count gives other bits) and passes explicit position ids where the model takes them.
+
+    Parameters
+    ----------
+    module
+        The loaded model, used as it is and never copied.
+
+    Attributes
+    ----------
+    takes_positions, takes_logits_to_keep
+        Whether the model's forward has these arguments.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        parameters = inspect.signature(module.forward).parameters
+        self.takes_positions = "position_ids" in parameters
+        self.takes_logits_to_keep = "logits_to_keep" in parameters
+        names = [name for name in ("cache", "cache_params", "past_key_values") if name in parameters]
+        if not names:
+            raise ModelError(
+                f"{type(module).__name__}.forward takes no cache, so there is no cache-ON path to study; "
+                "give a decoder language model of transformers."
+            )
+        self.cache_argument = names[0]
+
+    @property
+    def input_device(self) -> torch.device:
+        """Where token ids go: the device of the input embeddings."""
+        return self.module.get_input_embeddings().weight.device  # type: ignore[operator, union-attr]
+
+    def new_cache(self) -> Cache:
+        """An empty cache whose layers follow the model's config (sliding layers keep their window only)."""
+        return DynamicCache(config=self.module.config)
+
+    @torch.no_grad()
+    def forward(self, ids: Int[Tensor, "1 new"], start: int, cache: Cache | None = None) -> Float[Tensor, vocab]:
+        """One forward pass over ``ids``, which sit at absolute positions ``start, start + 1, …``.
+
+        Parameters
+        ----------
+        ids
+            Token ids, ``[1, new]``.
+        start
+            Absolute position of the first of them.
+        cache
+            The cache to read and to extend, or None to run without one.
+
+        Returns
+        -------
+        Tensor
+            Logits of the last position, ``[vocab]``, in the model's own dtype.
+        """
+        arguments: dict[str, Any] = {"input_ids": ids, "use_cache": cache is not None}
+        if cache is not None:
+            arguments[self.cache_argument] = cache
+        if self.takes_positions:
+            positions = torch.arange(start, start + ids.shape[1], device=ids.device)
+            arguments["position_ids"] = positions.unsqueeze(0)
+        if self.takes_logits_to_keep:
+            arguments["logits_to_keep"] = 1
+        return self.module(**arguments).logits[0, -1]
+
+    @contextmanager
+    def attention(self, name: str | None) -> Iterator[None]:
+        """Run with another attention implementation, and go back afterwards.
+
+        Raises
+        ------
+        ModelError
+            If the model cannot run it.
+        """
+        before = self.module.config._attn_implementation
+        if name is None or name == before:
+            yield
+            return
+        try:
+            self.module.set_attn_implementation(name)  # type: ignore[operator]
+        except (ValueError, ImportError) as error:
+            raise ModelError(f"This model cannot run attn={name!r}: {error}") from error
+        try:
+            yield
+        finally:
+            self.module.set_attn_implementation(before)  # type: ignore[operator]

@@ -1,0 +1,105 @@
+"""The command line as a whole: its verbs, and how it ends when something goes wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import metadata
+from typing import Annotated
+
+import typer
+
+from kvdrift.cli import compare, demo, models, record, report
+from kvdrift.cli.console import INTERRUPTED, NOTHING_WRITTEN, Interrupted, complain
+from kvdrift.errors import KvdriftError
+
+app = typer.Typer(
+    name="kvdrift",
+    help="Trace, measure and explain the drift between cached and cache-free decoding.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(demo.demo)
+app.command()(compare.compare)
+app.command()(record.record)
+app.command()(report.report)
+app.add_typer(models.app, name="models")
+
+
+def _version() -> str:
+    try:
+        return metadata.version("kvdrift")
+    except metadata.PackageNotFoundError:
+        return "unknown (kvdrift is not installed)"
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(_version())
+        raise typer.Exit
+
+
+@app.callback()
+def _kvdrift(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Trace, measure and explain the drift between cached and cache-free decoding."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code.
+
+    Parameters
+    ----------
+    arguments
+        What follows ``kvdrift`` on the command line; None takes the process's own.
+
+    Returns
+    -------
+    int
+        0, or 1 for a refused input or a failed run, 2 for wrong usage, 130 after Ctrl-C. Every refusal is one
+        sentence on stderr.
+
+    Examples
+    --------
+    >>> from kvdrift.cli import main
+    >>> main(["compare"])
+    2
+    """
+    try:
+        return int(app(args=arguments, prog_name="kvdrift", standalone_mode=False) or 0)
+    except KvdriftError as error:
+        complain(str(error))
+        return 1
+    except Interrupted as stop:
+        complain(str(stop))
+        return INTERRUPTED
+    except (typer.Abort, KeyboardInterrupt):
+        complain(NOTHING_WRITTEN)
+        return INTERRUPTED
+    except MemoryError:
+        complain("There is not enough memory: take fewer prompts, fewer new tokens or a smaller model.")
+        return 1
+    except Exception as error:
+        return _end(error)
+
+
+def _end(error: Exception) -> int:
+    """Wrong usage and a full GPU in one sentence; anything else is a fault of kvdrift and keeps its traceback.
+
+    Both are told by their attributes: typer brings its own copy of click or not, depending on its version, and
+    torch is not imported for a usage error.
+    """
+    if hasattr(error, "format_message"):
+        if not error.format_message():  # no command was given: the help is the answer
+            return 2
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context else "kvdrift"
+        complain(f"{error.format_message().rstrip('.')}; {command} --help tells more.")
+        return 2
+    if type(error).__name__ == "OutOfMemoryError":
+        complain("The GPU has not enough memory: take fewer new tokens, a smaller model or --device cpu.")
+        return 1
+    raise error

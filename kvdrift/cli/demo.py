@@ -1,0 +1,55 @@
+"""``kvdrift demo``: a real model, a few word problems, one report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvdrift.cli import console
+from kvdrift.cli.command import command_line
+from kvdrift.cli.running import resumable
+
+MODEL = "smollm2-135m"
+PROMPTS = 6
+NEW_TOKENS = 32
+FLOOR_SEEDS = 3
+CONTROL = "float32"
+QUICK_PROMPTS = 2
+QUICK_NEW_TOKENS = 8
+QUICK_FLOOR_SEEDS = 1
+
+
+def demo(
+    model: Annotated[str, typer.Option(help="Preset, Hub id or local folder.")] = MODEL,
+    out: Annotated[Path, typer.Option(help="The HTML report to write.")] = Path("kvdrift-report.html"),
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer prompts and steps: a first look.")] = False,
+) -> None:
+    """Trace a small real model on built-in word problems and write an HTML report."""
+    console.check_target(out)
+    command = command_line("demo", [], {"--model": None if model == MODEL else model, "--quick": quick})
+    with console.working():
+        from kvdrift.demo_prompts import DEMO_PROMPTS
+        from kvdrift.drift.compare import compare
+        from kvdrift.models.load import load
+        from kvdrift.report import write_report
+
+        loaded = load(model)
+        prompts = list(DEMO_PROMPTS[: QUICK_PROMPTS if quick else PROMPTS])
+        drift = resumable(
+            loaded,
+            prompts,
+            command,
+            lambda resume: compare(
+                loaded,
+                prompts,
+                max_new_tokens=QUICK_NEW_TOKENS if quick else NEW_TOKENS,
+                floor=QUICK_FLOOR_SEEDS if quick else FLOOR_SEEDS,
+                control=CONTROL,
+                resume=resume,
+            ),
+        )
+        written = write_report(out, drift)
+        console.say(drift.summary())
+        console.say(f"Wrote {written}: open it in a browser.", style="bold")

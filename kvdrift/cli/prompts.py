@@ -1,0 +1,97 @@
+"""Prompts and number lists as they are typed at a terminal."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from kvdrift.errors import InputError
+
+KEYS = ("prompt", "question", "text", "ids")
+
+
+def gather(texts: list[str] | None, file: Path | None) -> list[str | list[int]]:
+    """The prompts of ``--prompt`` (repeatable), then those of ``--prompts``.
+
+    Raises
+    ------
+    InputError
+        If there is none, or the file cannot be used; the sentence names the line.
+    """
+    prompts: list[str | list[int]] = list(texts or [])
+    if file is not None:
+        prompts += read_jsonl(file)
+    if not prompts:
+        raise InputError("There is no prompt: give --prompt TEXT (repeatable) or --prompts FILE.jsonl.")
+    for number, prompt in enumerate(prompts, start=1):
+        if not prompt or (isinstance(prompt, str) and not prompt.strip()):
+            raise InputError(f"Prompt {number} is empty; give at least one word or token id.")
+    return prompts
+
+
+def read_jsonl(file: Path) -> list[str | list[int]]:
+    """One prompt a line: a JSON string, or an object with ``prompt``, ``question``, ``text`` or ``ids``.
+
+    Raises
+    ------
+    InputError
+        If the file cannot be read or a line holds something else.
+
+    Examples
+    --------
+    >>> Path("prompts.jsonl").write_text('"One plus one is"\\n{"ids": [1, 2, 3]}\\n')
+    37
+    >>> read_jsonl(Path("prompts.jsonl"))
+    ['One plus one is', [1, 2, 3]]
+    """
+    try:
+        lines = file.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise InputError(f"Cannot read the prompts in {file}: {reason}.") from error
+    prompts = [_prompt(line, file, number) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not prompts:
+        raise InputError(f"{file} holds no prompt; write one JSON string or object a line.")
+    return prompts
+
+
+def _prompt(line: str, file: Path, number: int) -> str | list[int]:
+    try:
+        value: Any = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise InputError(f"{file}, line {number} is not JSON ({error.msg}).") from error
+    if isinstance(value, dict):
+        value = next((value[key] for key in KEYS if key in value), None)
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and value and all(type(token) is int for token in value):
+        return value
+    raise InputError(
+        f"{file}, line {number} holds no prompt; expected a JSON string or an object with one of "
+        f"{', '.join(KEYS)} (ids is a list of whole numbers)."
+    )
+
+
+def numbers(text: str | None, option: str) -> list[int] | None:
+    """``"0,3,5-8"`` as ``[0, 3, 5, 6, 7, 8]``; None stays None.
+
+    Raises
+    ------
+    InputError
+        If it is anything else.
+    """
+    if text is None:
+        return None
+    found: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and (not last.isdecimal() or int(last) < int(first))):
+            raise InputError(f"{option} takes whole numbers and ranges such as 0,3,5-8, not {text!r}.")
+        found += range(int(first), int(last if dash else first) + 1)
+    return found
+
+
+def names(text: str | None) -> list[str] | None:
+    """``"a, b"`` as ``["a", "b"]``; None stays None."""
+    return None if text is None else [part.strip() for part in text.split(",") if part.strip()]

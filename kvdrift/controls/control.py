@@ -1,0 +1,43 @@
+"""What every control offers: a label, and a context that can be entered around each forward pass of a run."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Protocol, Self
+
+from torch import nn
+
+
+class Bound(Protocol):
+    """A control bound to one module: a context manager that can be entered again and again.
+
+    Inside the context the module's forward passes are executed under the control. What the control keeps
+    between two passes (copies of weights, say) is freed by `close`, or when the object goes away.
+    """
+
+    def __enter__(self) -> Self:
+        """Put the control in place."""
+        ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Take the control away, also after an exception."""
+        ...
+
+    def close(self) -> None:
+        """Free whatever is kept between two passes."""
+        ...
+
+
+class Control(Protocol):
+    """A change of arithmetic that leaves the mathematical function alone."""
+
+    @property
+    def label(self) -> str:
+        """A short name for figures and tables, such as ``"re-roll 3"``."""
+        ...
+
+    def bind(self, module: nn.Module) -> Bound:
+        """Prepare the control for the forward passes of ``module``."""
+        ...

@@ -1,0 +1,303 @@
+"""The re-roll: the same path with every sum adding its terms in another seeded order.
+
+A matrix product, a norm or the weighted sum over keys of an attention is, mathematically, the same number in
+whatever order its terms are added; in floating point it is not. The re-roll shuffles the terms: the contracted
+dimension of both operands of each matrix product, the features that a norm averages, the keys that a decode
+step attends to. Nothing is injected. How far a path moves under it is what the order of summation alone does
+to this model in this dtype: the rounding floor.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from types import TracebackType
+from typing import Any, Self
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvdrift.controls.weight_copies import WeightCopies
+
+
+@dataclass(frozen=True)
+class ReRoll:
+    """A control that adds the terms of every sum in another order.
+
+    Reordered are matrix products, sums, means, variances, norms, softmax denominators, and inside fused
+    attention kernels the features of q·k and the keys. Left alone are the embeddings, convolutions, scans, and
+    the key order where a fused kernel is given no mask but applies causality itself (whole-prompt passes).
+    Attention kernels from outside PyTorch (the flash-attn package) keep their own order.
+
+    Parameters
+    ----------
+    seed
+        Decides the order. It depends on the seed and the number of terms alone: it is the same in every dtype,
+        at every call and on every device.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from kvdrift.controls.reroll import ReRoll
+    >>> from kvdrift.models.tiny import tiny
+    >>> model, ids = tiny("llama", dtype=torch.bfloat16), torch.tensor([[1, 2, 3]])
+    >>> plain = model(ids).logits
+    >>> with ReRoll(3).applied(model):
+    ...     rerolled = model(ids).logits
+    >>> bool((plain == rerolled).all())
+    False
+    """
+
+    seed: int
+
+    @property
+    def label(self) -> str:
+        """``"re-roll SEED"``."""
+        return f"re-roll {self.seed}"
+
+    def bind(self, module: nn.Module) -> BoundReRoll:
+        """Prepare the forward passes of ``module``; reordered weights are kept until the result is closed."""
+        return BoundReRoll(self.seed, module)
+
+    @contextmanager
+    def applied(self, module: nn.Module) -> Iterator[BoundReRoll]:
+        """Re-roll what ``module`` computes inside the ``with`` block, and free everything at its end."""
+        bound = self.bind(module)
+        try:
+            with bound:
+                yield bound
+        finally:
+            bound.close()
+
+
+class BoundReRoll:
+    """A re-roll bound to one module: enter it around each forward pass, close it after the last one.
+
+    Every PyTorch operation of this thread inside the context is re-rolled, so nothing but the forward pass
+    belongs there. Entering it inside itself changes nothing more. Reordered weights are shared by all that are
+    bound to the same module with the same seed, and freed when the last of them is closed.
+
+    Attributes
+    ----------
+    counts
+        How many operations of each kind have been reordered so far: ``matmul``, ``sum``, ``layer_norm``,
+        ``softmax``, ``attention_features``, ``attention_keys``.
+    """
+
+    def __init__(self, seed: int, module: nn.Module) -> None:
+        self.seed, self.module = seed, module
+        self.counts: Counter[str] = Counter()
+        self._mode: _ReorderSums | None = None
+        self._depth = 0
+
+    def __enter__(self) -> Self:
+        if self._mode is None:
+            self._mode = _ReorderSums(self.seed, _shared_copies(self.seed, self.module), self.counts)
+        if self._depth == 0:
+            self._mode.copies.refresh()
+            self._mode.__enter__()
+        self._depth += 1
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._depth -= 1
+        if self._depth == 0 and self._mode is not None:
+            self._mode.__exit__(kind, error, trace)
+
+    @property
+    def n_bytes(self) -> int:
+        """Memory taken by reordered weights, in bytes."""
+        return 0 if self._mode is None else self._mode.copies.n_bytes
+
+    def close(self) -> None:
+        """Let go of the reordered weights. Entering again makes them anew."""
+        self._mode = None
+
+
+_COPIES: WeakValueDictionary[tuple[int, int], WeightCopies] = WeakValueDictionary()
+
+
+def _shared_copies(seed: int, module: nn.Module) -> WeightCopies:
+    """The copies of ``module`` for ``seed``: those in use, or new ones. They hold the module, so its id is safe."""
+    copies = _COPIES.get((id(module), seed))
+    if copies is None:
+        copies = _COPIES[id(module), seed] = WeightCopies(module)
+    return copies
+
+
+_Handler = Callable[["_ReorderSums", OpOverload, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class _ReorderSums(TorchDispatchMode):
+    """Hands every operation that adds terms to its handler, every other one through."""
+
+    def __init__(self, seed: int, copies: WeightCopies, counts: Counter[str]) -> None:
+        super().__init__()
+        self.copies = copies
+        self.counts = counts
+        self.orders = lru_cache(maxsize=32)(partial(_draw, seed))
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Spare each of the many calls of `__torch_dispatch__` a wrapper that matters to torch.compile alone."""
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        handler = _HANDLERS.get(func)
+        if handler is not None:
+            return handler(self, func, args, kwargs or {})
+        if torch.is_inference_mode_enabled() and func._can_decompose():
+            with self:  # under inference mode composite operations arrive whole
+                return func.decompose(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def reorder(self, tensor: Tensor, dim: int) -> Tensor:
+        """``tensor`` with its entries along ``dim`` in the seeded order, in the same memory layout."""
+        return _take(tensor, dim, self.orders(tensor.shape[dim], tensor.device)[0])
+
+    def restore(self, tensor: Tensor, dim: int) -> Tensor:
+        """Undo `reorder`."""
+        return _take(tensor, dim, self.orders(tensor.shape[dim], tensor.device)[1])
+
+    def operand(self, tensor: Tensor, dim: int) -> Tensor:
+        """`reorder`, from a kept copy where ``tensor`` is a weight."""
+        return self.copies.get(tensor, dim, self.reorder)
+
+
+def _draw(seed: int, n: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """A seeded order of ``n`` terms and its inverse, both int ``[n]``."""
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + n) % 2**63)
+    order = torch.randperm(n, generator=generator)
+    return order.to(device), order.argsort().to(device)
+
+
+def _take(tensor: Tensor, dim: int, order: Tensor) -> Tensor:
+    """``tensor.index_select(dim, order)`` with the strides of ``tensor``, so that the same kernels run."""
+    dim %= tensor.dim()
+    stored, strides = tensor, tensor.stride()
+    if 0 in strides:  # an expanded axis is stored once
+        for axis in range(tensor.dim()):
+            if strides[axis] == 0 and axis != dim:
+                stored = stored.narrow(axis, 0, 1)
+        strides = tuple(max(stride, 1) for stride in strides)
+    out = torch.empty_strided(stored.shape, strides, dtype=tensor.dtype, device=tensor.device)
+    if strides[dim] == 1:  # several times faster than index_select along neighbouring entries
+        index = order.view([-1 if axis == dim else 1 for axis in range(tensor.dim())])
+        torch.gather(stored, dim, index.expand(stored.shape), out=out)
+    else:
+        torch.index_select(stored, dim, order, out=out)
+    return out if stored is tensor else out.expand(tensor.shape)
+
+
+def _matmul(mode: _ReorderSums, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], left: int) -> Any:
+    """``[…, terms] @ […, terms, n]``, the factors being arguments ``left`` and ``left + 1``."""
+    a, b = args[left], args[left + 1]
+    axis = -2 if b.dim() > 1 else -1
+    if a.shape[-1] < 2 or a.shape[-1] != b.shape[axis]:
+        return op(*args, **kwargs)
+    mode.counts["matmul"] += 1
+    return op(*args[:left], mode.operand(a, -1), mode.operand(b, axis), *args[left + 2 :], **kwargs)
+
+
+def _reduction(
+    mode: _ReorderSums, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], place: int | None
+) -> Any:
+    """A sum, mean, variance or norm over the axes given as argument ``place``, or over all."""
+    tensor = args[0]
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return op(*args, **kwargs)
+    axes = args[place] if place is not None and len(args) > place else None
+    axes = range(tensor.dim()) if axes is None or axes == [] else axes
+    reordered = tensor
+    for axis in [axes] if isinstance(axes, int) else axes:
+        if tensor.shape[axis] > 1:
+            reordered = mode.reorder(reordered, axis)
+    mode.counts["sum"] += reordered is not tensor
+    return op(reordered, *args[1:], **kwargs)
+
+
+def _softmax(mode: _ReorderSums, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A (log-)softmax over axis ``args[1]``: reordered, computed, put back."""
+    tensor, axis = args[0], args[1]
+    if tensor.dim() == 0 or tensor.shape[axis] < 2:
+        return op(*args, **kwargs)
+    mode.counts["softmax"] += 1
+    return mode.restore(op(mode.reorder(tensor, axis), *args[1:], **kwargs), axis)
+
+
+def _layer_norm(mode: _ReorderSums, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A fused norm ``(input, shape, weight, bias…) -> (output, statistics…)``: features reordered and put back."""
+    tensor = args[0]
+    if tensor.shape[-1] < 2:
+        return op(*args, **kwargs)
+    mode.counts["layer_norm"] += 1
+    scale_and_shift = [mode.operand(arg, -1) if isinstance(arg, Tensor) else arg for arg in args[2:]]
+    output, *statistics = op(mode.reorder(tensor, -1), args[1], *scale_and_shift, **kwargs)
+    return mode.restore(output, -1), *statistics
+
+
+def _attention(mode: _ReorderSums, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A fused attention: the features of q·k, and the keys unless the kernel hides some by their order (is_causal).
+
+    ``query`` is ``[batch, head, query, feature]``, ``key`` and ``value`` ``[batch, kv_head, key, feature]``.
+    """
+    names = [argument.name for argument in op._schema.arguments]
+    call: dict[str, Any] = dict(zip(names, args, strict=False)) | kwargs
+    if call["query"].shape[-1] > 1:
+        mode.counts["attention_features"] += 1
+        call["query"], call["key"] = mode.reorder(call["query"], -1), mode.reorder(call["key"], -1)
+    if call["key"].shape[-2] > 1 and not call.get("is_causal", False):
+        mode.counts["attention_keys"] += 1
+        call["key"], call["value"] = mode.reorder(call["key"], -2), mode.reorder(call["value"], -2)
+        mask = next(name for name in names if name in ("attn_mask", "attn_bias"))
+        if call.get(mask) is not None and call[mask].shape[-1] > 1:
+            call[mask] = mode.reorder(call[mask], -1)
+    return op(**call)
+
+
+def _handlers() -> dict[Any, _Handler]:
+    """Which operation is handled how; operations that this PyTorch does not have are left out."""
+    named: dict[str, _Handler] = {
+        **dict.fromkeys(("mm", "bmm", "mv", "dot", "vdot", "_grouped_mm"), partial(_matmul, left=0)),
+        **dict.fromkeys(("addmm", "addmv", "baddbmm", "addbmm", "_addmm_activation"), partial(_matmul, left=1)),
+        **dict.fromkeys(("sum.default", "mean.default", "norm.Scalar"), partial(_reduction, place=None)),
+        **dict.fromkeys(("sum.dim_IntList", "mean.dim", "logsumexp"), partial(_reduction, place=1)),
+        **dict.fromkeys(
+            ("var.correction", "var_mean.correction", "std.correction", "std_mean.correction"),
+            partial(_reduction, place=1),
+        ),
+        **dict.fromkeys(
+            ("linalg_vector_norm", "norm.ScalarOpt_dim", "norm.ScalarOpt_dim_dtype"), partial(_reduction, place=2)
+        ),
+        **dict.fromkeys(("_softmax", "_safe_softmax", "_log_softmax"), _softmax),
+        **dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), _layer_norm),
+        **dict.fromkeys(
+            (
+                "_scaled_dot_product_flash_attention_for_cpu",
+                "_scaled_dot_product_flash_attention",
+                "_scaled_dot_product_efficient_attention",
+                "_scaled_dot_product_cudnn_attention",
+                "_scaled_dot_product_fused_attention_overrideable",
+            ),
+            _attention,
+        ),
+    }
+    handlers: dict[Any, _Handler] = {}
+    for name, handler in named.items():
+        packet, _, overload = name.partition(".")
+        if hasattr(torch.ops.aten, packet):
+            handlers[getattr(getattr(torch.ops.aten, packet), overload or "default")] = handler
+    return handlers
+
+
+_HANDLERS = _handlers()

@@ -1,0 +1,1 @@
+"""Comparing two paths: metrics, results, statistics."""

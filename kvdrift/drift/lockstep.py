@@ -1,0 +1,346 @@
+"""Two paths over one prompt, one step of each at a time, measured while both tensors are alive."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import Tensor
+
+from kvdrift.controls.reroll import ReRoll
+from kvdrift.drift import measure
+from kvdrift.drift.measure import Arrays, pad_stack
+from kvdrift.drift.metrics import kl_divergence, logit_metrics
+from kvdrift.models.head import Float32Head
+from kvdrift.models.model import Model
+from kvdrift.paths.path import Path, Run, Step
+from kvdrift.tracing.borrow import Borrow
+from kvdrift.tracing.finite import explain_nonfinite
+from kvdrift.tracing.sites import BLOCK_SITES, GLOBAL_SITES
+from kvdrift.tracing.tap import Tap, Values
+
+RESIDUAL = ("embed", *BLOCK_SITES, "final_norm")
+FLOOR_LOGITS = ("kl", "flip", "logit_l2")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a comparison measures, and when.
+
+    Attributes
+    ----------
+    sites
+        Sites to compare.
+    every
+        Measure each so many steps.
+    kv_every
+        Keep K/V drift in full position resolution at each so many steps.
+    seeds
+        One re-roll for each, for the rounding floors.
+    local_sites, local_layers
+        Where to measure local drift (and its floor); empty for none.
+    self_drift
+        Compare each path's K/V with its own previous step.
+    """
+
+    sites: tuple[str, ...]
+    every: int
+    kv_every: int
+    seeds: tuple[int, ...]
+    local_sites: tuple[str, ...]
+    local_layers: tuple[int, ...]
+    self_drift: bool
+
+    @property
+    def residual(self) -> tuple[str, ...]:
+        """The residual sites among `sites`."""
+        return tuple(site for site in RESIDUAL if site in self.sites)
+
+    @property
+    def floored(self) -> tuple[str, ...]:
+        """The residual sites that get a floor: those with a layer axis."""
+        return tuple(site for site in self.residual if site not in GLOBAL_SITES)
+
+    @property
+    def queries(self) -> tuple[str, ...]:
+        """``q`` and ``z``, where asked for."""
+        return tuple(site for site in ("q", "z") if site in self.sites)
+
+    @property
+    def kv(self) -> tuple[str, ...]:
+        """``k`` and ``v``, where asked for."""
+        return tuple(site for site in ("k", "v") if site in self.sites)
+
+
+@dataclass
+class _Live:
+    """One run, the tap on its model, and what its latest step left."""
+
+    run: Run
+    tap: Tap
+    step: Step | None = None
+    values: Values = field(default_factory=dict)
+    key_positions: dict[int, Sequence[int]] = field(default_factory=dict)
+
+    def advance(self, token: int | None) -> None:
+        self.values = {}
+        self.tap.enabled = True
+        self.step = self.run.step(token)
+        self.values = self.tap.take()
+        lengths = {layer: key.shape[2] for layer, key in self.values.get("k", {}).items()}
+        self.key_positions = {layer: self.run.key_positions(layer, n) for layer, n in lengths.items()}
+
+    def skip(self, token: int) -> None:
+        self.tap.enabled = False
+        self.run.skip(token)
+
+    def keys(self, layer: int, n_keys: int) -> Sequence[int]:
+        """Absolute positions of the keys that the kernel of ``layer`` read in the latest step."""
+        return self.key_positions[layer]
+
+    @property
+    def logits(self) -> Tensor:
+        """Logits of the latest step, ``[vocab]``."""
+        assert self.step is not None, "no step was taken yet"
+        return self.step.logits
+
+    @property
+    def position(self) -> int:
+        """The current position."""
+        assert self.step is not None, "no step was taken yet"
+        return self.step.position
+
+
+class Lockstep:
+    """Walks two paths over one prompt and gathers what `Plan` asks for.
+
+    Parameters
+    ----------
+    a, b
+        The paths.
+    model
+        The model they run, unless they have their own.
+    plan
+        What to measure.
+    heads
+        Float32 LM heads by model id, filled at the first step and shared between prompts.
+    """
+
+    def __init__(self, a: Path, b: Path, model: Model, plan: Plan, heads: dict[int, Float32Head | None]) -> None:
+        self.a, self.b, self.plan, self.heads = a, b, plan, heads
+        self.model_a, self.model_b = a.model or model, b.model or model
+
+    def walk(
+        self,
+        ids: Sequence[int],
+        choose: Callable[[Tensor, Tensor | None, int], int],
+        n_steps: int,
+        stop: frozenset[int] = frozenset(),
+        tick: Callable[[], object] = lambda: None,
+    ) -> Arrays:
+        """Run both paths over ``ids`` and up to ``n_steps`` predictions.
+
+        Parameters
+        ----------
+        ids
+            The prompt.
+        choose
+            Given the logits of a and of b (None where b was not run) and the step number: the token that both
+            consume next.
+        n_steps
+            How many predictions at most.
+        stop
+            Tokens that end the run.
+        tick
+            Called after each step.
+
+        Returns
+        -------
+        dict
+            The arrays of one prompt, as `kvdrift.drift.result.Drift` lays them out, without the prompt axis.
+
+        Raises
+        ------
+        NonFiniteError
+            If a path produces NaN or infinity, with the place where it began.
+        """
+        steps: list[Arrays] = []
+        kept: dict[int, Arrays] = {}
+        tokens = list(ids)
+        with ExitStack() as stack:
+            tap_a = stack.enter_context(self._tap(self.model_a))
+            tap_b = tap_a if self.model_b is self.model_a else stack.enter_context(self._tap(self.model_b))
+            a = self._live(stack, self.a.start(self.model_a, ids), tap_a)
+            b = self._live(stack, self.b.start(self.model_b, ids), tap_b)
+            floors = [
+                self._live(stack, self.a.start(self.model_a, ids, (*self.a.controls, ReRoll(seed))), tap_a)
+                for seed in self.plan.seeds
+            ]
+            for number in range(n_steps):
+                token = tokens[-1] if number else None
+                measured = number % self.plan.every == 0
+                if measured:
+                    steps.append(self._measure(a, b, floors, token, tokens))
+                    if number % self.plan.kv_every == 0 and self.plan.kv:
+                        kept[number] = self._positions(a, b)
+                else:
+                    self._pass_over(a, b, floors, tokens)
+                tokens.append(choose(a.logits, b.logits if measured else None, number))
+                tick()
+                if tokens[-1] in stop:
+                    break
+        return self._gather(steps, kept, tokens[len(ids) :])
+
+    # --- set-up
+
+    def _tap(self, model: Model) -> Tap:
+        """One tap for everything this comparison reads from ``model``."""
+        sites: dict[str, frozenset[int] | None] = dict.fromkeys(self.plan.sites)
+        if self.plan.kv:
+            sites["k"] = None
+        if "final_norm" in model.coverage.sites:
+            sites["final_norm"] = None
+        if self.plan.local_layers:
+            sites |= dict.fromkeys(("resid_pre", "k", "v", *self.plan.local_sites))
+        return Tap(model, sites, kv_where="all", copy=False)
+
+    @staticmethod
+    def _live(stack: ExitStack, run: Run, tap: Tap) -> _Live:
+        stack.callback(run.close)
+        return _Live(run, tap)
+
+    # --- steps
+
+    def _pass_over(self, a: _Live, b: _Live, floors: list[_Live], tokens: list[int]) -> None:
+        """A step that is not measured: path a predicts, the others only consume."""
+        a.advance(tokens[-1])
+        self._refuse_nonfinite(a, tokens)
+        for live in (b, *floors):
+            live.skip(tokens[-1])
+
+    def _measure(self, a: _Live, b: _Live, floors: list[_Live], token: int | None, tokens: list[int]) -> Arrays:
+        """One step of everything; the numbers of this step."""
+        plan, before = self.plan, (copy.copy(a), copy.copy(b)) if self.plan.self_drift else ()
+        forks: list[Run] = []
+        if token is not None and plan.local_layers:
+            reordered = [(*a.run.controls, ReRoll(seed)) for seed in plan.seeds]
+            forks = [a.run.fork(), *(a.run.fork(controls) for controls in reordered)]
+        b.advance(token)
+        self._refuse_nonfinite(b, tokens)
+        found = self._local(a, b, forks, token)
+        a.advance(token)
+        self._refuse_nonfinite(a, tokens)
+        found |= _under("drift", self._drift(a, b, tokens))
+        found |= self._floor(a, floors, token)
+        if plan.self_drift and token is not None:
+            for name, live, earlier in (("self_a", a, before[0]), ("self_b", b, before[1])):
+                found |= _under(name, self._self_drift(live, earlier))
+        found["top1_a"], found["top1_b"] = (np.array(int(x.logits.argmax())) for x in (a, b))
+        return found
+
+    def _drift(self, a: _Live, b: _Live, tokens: list[int]) -> Arrays:
+        plan, device = self.plan, a.logits.device
+        found = measure.residual_metrics(a.values, b.values, plan.residual, device)
+        if any(np.isnan(values).any() for name, values in found.items() if name.endswith("rel_l2")):
+            raise explain_nonfinite(self.model_a, tokens, a.run.attn)
+        found |= measure.head_metrics(a.values, b.values, plan.queries)
+        found |= measure.kv_metrics(a.values, b.values, a.keys, b.keys, a.position, plan.kv)
+        other = b.logits.to(device)
+        logits = logit_metrics(a.logits, other)
+        if (pair := [self._float32_logits(live) for live in (a, b)]) and None not in pair:
+            logits["kl_float32_head"] = kl_divergence(pair[1].to(device), pair[0])  # type: ignore[union-attr, arg-type]
+        return found | {f"logits/{name}": value.cpu().numpy() for name, value in logits.items()}
+
+    def _float32_logits(self, live: _Live) -> Tensor | None:
+        """Logits with the LM head in float32 on the same states, where the head is understood."""
+        state = live.values.get("final_norm", {}).get(0)
+        if state is None:
+            return None
+        key = id(live.run.model)
+        if key not in self.heads:
+            self.heads[key] = Float32Head.find(live.run.model, state, live.logits)
+        head = self.heads[key]
+        return None if head is None else head(state)
+
+    def _floor(self, a: _Live, floors: list[_Live], token: int | None) -> Arrays:
+        """Path a against its re-rolls: ``floor/{site}/rel_l2 [seed, layer]`` and logit metrics ``[seed]``."""
+        rows: list[Arrays] = []
+        for live in floors:
+            live.advance(token)
+            row = measure.residual_metrics(live.values, a.values, self.plan.floored, a.logits.device)
+            row = {name: value for name, value in row.items() if name.endswith("/rel_l2")}
+            logits = logit_metrics(live.logits, a.logits)
+            rows.append(row | {f"logits/{name}": logits[name].cpu().numpy() for name in FLOOR_LOGITS})
+            live.values = {}
+        return _stack_seeds("floor", rows)
+
+    def _local(self, a: _Live, b: _Live, forks: list[Run], token: int | None) -> Arrays:
+        """Path a's own work on path b's inputs, against b's outputs; and against its re-rolls."""
+        if not forks:
+            return {}
+        plan, outputs = self.plan, []
+        for fork in forks:
+            with Borrow(self.model_a, b.values, b.keys, fork.key_positions, b.position):
+                borrower = _Live(fork, a.tap)
+                borrower.advance(token)
+            fork.close()
+            outputs.append(
+                {
+                    site: {layer: borrower.values[site][layer] for layer in plan.local_layers}
+                    for site in plan.local_sites
+                }
+            )
+        own, *reordered = outputs
+        device = b.logits.device
+        reference = {site: {layer: b.values[site][layer] for layer in plan.local_layers} for site in plan.local_sites}
+        found = _under("local", measure.residual_metrics(own, reference, plan.local_sites, device))
+        rows = [measure.residual_metrics(other, own, plan.local_sites, device) for other in reordered]
+        rows = [{name: value for name, value in row.items() if name.endswith("/rel_l2")} for row in rows]
+        return found | _stack_seeds("local_floor", rows)
+
+    def _self_drift(self, live: _Live, before: _Live) -> Arrays:
+        """This step's K/V against the same path's previous step, at the positions both read."""
+        found = measure.kv_metrics(live.values, before.values, live.keys, before.keys, before.position, self.plan.kv)
+        return {name: value for name, value in found.items() if name.endswith("/rel_l2")}
+
+    def _positions(self, a: _Live, b: _Live) -> Arrays:
+        return measure.kv_positions(a.values, b.values, a.keys, b.keys, a.position, self.plan.kv)
+
+    @staticmethod
+    def _refuse_nonfinite(live: _Live, tokens: list[int]) -> None:
+        if live.logits.isnan().any() or live.logits.isposinf().any():
+            raise explain_nonfinite(live.run.model, tokens, live.run.attn)
+
+    # --- results
+
+    def _gather(self, steps: list[Arrays], kept: dict[int, Arrays], fed: list[int]) -> Arrays:
+        names = dict.fromkeys(name for step in steps for name in step)
+        arrays = {name: pad_stack(_filled(steps, name)) for name in names}
+        for name in names:
+            if name.startswith(("floor/", "local_floor/")):
+                arrays[name] = np.moveaxis(arrays[name], 1, 0)
+        arrays["steps"] = np.arange(len(steps)) * self.plan.every
+        arrays["fed"] = np.array(fed)
+        if kept:
+            arrays["positions/steps"] = np.array(list(kept))
+            for name in next(iter(kept.values())):
+                arrays[f"positions/{name}"] = pad_stack([found[name] for found in kept.values()])
+        return arrays
+
+
+def _under(kind: str, found: Arrays) -> Arrays:
+    return {f"{kind}/{name}": value for name, value in found.items()}
+
+
+def _stack_seeds(kind: str, rows: list[Arrays]) -> Arrays:
+    """``{kind}/{name} [seed, …]`` from one dict of arrays per seed."""
+    return {f"{kind}/{name}": np.stack([row[name] for row in rows]) for name in rows[0]} if rows else {}
+
+
+def _filled(steps: list[Arrays], name: str) -> list[np.ndarray]:
+    """The array ``name`` of every step, NaN-filled at steps that do not have it (step 0 has no local drift)."""
+    like = next(step[name] for step in steps if name in step)
+    return [step[name] if name in step else np.full_like(like, np.nan) for step in steps]

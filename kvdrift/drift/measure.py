@@ -1,0 +1,135 @@
+"""From the live tensors of two paths at one step to numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvdrift.drift.metrics import relative_l2, site_metrics
+from kvdrift.tracing.borrow import KeyPositions, shared_positions
+from kvdrift.tracing.sites import GLOBAL_SITES
+from kvdrift.tracing.tap import Values
+
+Arrays = dict[str, np.ndarray]
+MAX_ELEMENTS = 2**22
+"""Entries compared in float64 at a time, so that whole K/V tensors need no float64 copy."""
+
+
+def residual_metrics(a: Values, b: Values, sites: Sequence[str], device: torch.device) -> Arrays:
+    """Every metric at residual sites, ``{site}/{metric}`` → ``[layer]`` (a number for sites that exist once).
+
+    Parameters
+    ----------
+    a, b
+        Values of the two paths at the current position, ``[1, d_model]`` each.
+    sites
+        Which of them to compare.
+    device
+        Where to compare; layers may live on several devices.
+    """
+    rows = [(site, layer) for site in sites for layer in a[site] if layer in b[site]]
+    found: dict[str, dict[str, list[float]]] = {site: {} for site in sites}
+    for group in _by_dtype(rows, lambda row: (a[row[0]][row[1]].dtype, b[row[0]][row[1]].dtype)):
+        x, y = (torch.stack([v[site][layer][0].to(device) for site, layer in group]) for v in (a, b))
+        for metric, values in site_metrics(x, y).items():
+            for (site, _), value in zip(group, values.tolist(), strict=True):
+                found[site].setdefault(metric, []).append(value)
+    return {
+        f"{site}/{metric}": np.array(values[0] if site in GLOBAL_SITES else values)
+        for site, metrics in found.items()
+        for metric, values in metrics.items()
+    }
+
+
+def _by_dtype(rows: list[tuple[str, int]], key: Callable[[tuple[str, int]], object]) -> Iterator[list[tuple[str, int]]]:
+    groups: dict[object, list[tuple[str, int]]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    yield from groups.values()
+
+
+def head_metrics(a: Values, b: Values, sites: Sequence[str]) -> Arrays:
+    """Every metric of ``q`` and ``z`` at the current position, ``{site}/{metric}`` → ``[layer, head]``."""
+    result: Arrays = {}
+    for site in sites:
+        pairs = [(x[0], b[site][layer][0].to(x.device)) for layer, x in a[site].items() if layer in b[site]]
+        result |= _named(site, [_chunked(x, y, dims=1) for x, y in pairs])
+    return result
+
+
+def kv_metrics(
+    a: Values, b: Values, keys_a: KeyPositions, keys_b: KeyPositions, position: int, sites: Sequence[str]
+) -> Arrays:
+    """Every metric of ``k`` and ``v`` over the positions that both kernels read, → ``[layer, kv_head]``."""
+    result: Arrays = {}
+    for site in sites:
+        pairs = _aligned(a[site], b[site], keys_a, keys_b, position)
+        result |= _named(site, [_chunked(x, y, dims=2) for _, x, y, _ in pairs])
+    return result
+
+
+def kv_positions(
+    a: Values, b: Values, keys_a: KeyPositions, keys_b: KeyPositions, position: int, sites: Sequence[str]
+) -> Arrays:
+    """Relative L2 of every position, ``{site}/rel_l2 [layer, kv_head, position]`` (NaN where not both read it),
+    and which positions each kernel reads, ``visible_a``, ``visible_b`` ``[layer, position]``."""
+    result: Arrays = {}
+    for site in sites:
+        rows = []
+        for _, x, y, positions in _aligned(a[site], b[site], keys_a, keys_b, position):
+            row = np.full((x.shape[0], position + 1), np.nan, dtype=np.float32)
+            row[:, positions] = torch.stack([relative_l2(h, g) for h, g in zip(x, y, strict=True)]).float().cpu()
+            rows.append(row)
+        result[f"{site}/rel_l2"] = pad_stack(rows)
+        for name, values, keys in (("visible_a", a, keys_a), ("visible_b", b, keys_b)):
+            seen = np.zeros((len(values[site]), position + 1), dtype=bool)
+            for row, (layer, tensor) in zip(seen, values[site].items(), strict=True):
+                row[[p for p in keys(layer, tensor.shape[2]) if p <= position]] = True
+            result[name] = seen
+    return result
+
+
+def _aligned(
+    a: dict[int, Tensor], b: dict[int, Tensor], keys_a: KeyPositions, keys_b: KeyPositions, position: int
+) -> Iterator[tuple[int, Float[Tensor, "kv_head key f"], Float[Tensor, "kv_head key f"], list[int]]]:
+    """Layer by layer, the K (or V) of both paths at the positions both read, and those positions."""
+    for layer in (layer for layer in a if layer in b):
+        x, y = a[layer], b[layer]
+        here = keys_a(layer, x.shape[2])
+        in_a, in_b = shared_positions(here, keys_b(layer, y.shape[2]), before=position + 1)
+        positions = list(here[in_a]) if isinstance(in_a, slice) else [here[slot] for slot in in_a]
+        yield layer, x[0][:, in_a], y[0][:, in_b].to(x.device), positions
+
+
+def _chunked(x: Tensor, y: Tensor, dims: int) -> dict[str, Tensor]:
+    """`site_metrics` head by head where all at once would be too large."""
+    if x.numel() <= MAX_ELEMENTS:
+        return site_metrics(x, y, dims=dims)
+    parts = [site_metrics(h, g, dims=dims) for h, g in zip(x, y, strict=True)]
+    return {metric: torch.stack([part[metric] for part in parts]) for metric in parts[0]}
+
+
+def _named(site: str, layers: list[dict[str, Tensor]]) -> Arrays:
+    return {f"{site}/{metric}": pad_stack([layer[metric].cpu().numpy() for layer in layers]) for metric in layers[0]}
+
+
+def pad_stack(rows: Sequence[np.ndarray]) -> np.ndarray:
+    """Stack arrays along a new first axis, filling up to the largest shape: NaN, -1 or False by dtype.
+
+    Examples
+    --------
+    >>> pad_stack([np.array([1, 2]), np.array([3])])
+    array([[ 1,  2],
+           [ 3, -1]])
+    """
+    shape = tuple(max(sizes) for sizes in zip(*(row.shape for row in rows), strict=True))
+    first = np.asarray(rows[0])
+    empty = np.nan if first.dtype.kind == "f" else (False if first.dtype.kind == "b" else -1)
+    stacked = np.full((len(rows), *shape), empty, dtype=first.dtype)
+    for place, row in enumerate(rows):
+        stacked[(place, *(slice(size) for size in row.shape))] = row
+    return stacked

@@ -1,0 +1,288 @@
+"""What a comparison of two paths found, as plain arrays: everything a figure or a table needs, no model."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvdrift.drift import profile, summary
+from kvdrift.errors import InputError, SiteError
+from kvdrift.files import load_tensors, save_tensors
+from kvdrift.models.architecture import Architecture
+from kvdrift.tracing.labels import PathInfo, Prompt
+
+RESIDUAL_SITES = ("embed", "resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post", "final_norm")
+HEAD_SITES = ("q", "k", "v", "z")
+SITE_METRICS = ("rel_l2", "max_abs", "max_ulp", "cosine", "identical")
+LOGIT_METRICS = (
+    "kl", "kl_float32_head", "js", "flip", "tie_a", "tie_b", "margin_a", "margin_b",
+    "topk_overlap", "logit_l2", "logit_max",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Drift:
+    """The drift between path *a* (under test) and path *b* (reference), over prompts, steps and layers.
+
+    Attributes
+    ----------
+    a, b
+        How each path was executed.
+    architecture
+        Layers, heads and windows of the model.
+    prompts
+        The prompts, in order; ``prompt`` is the first axis of every array.
+    arrays
+        Flat mapping from a name to an array. ``steps [step]`` holds the numbers of the measured steps and
+        ``measured [prompt, step]`` says where there is a value (elsewhere floats are NaN, integers -1).
+        ``drift/{site}/{metric}`` is ``[prompt, step, layer]`` for residual sites, ``[prompt, step]`` for
+        ``embed`` and ``final_norm``, ``[prompt, step, layer, head]`` for ``q``, ``k``, ``v``, ``z``;
+        ``drift/logits/{metric}`` is ``[prompt, step]``. ``local/…`` is laid out alike; ``floor/…`` and
+        ``local_floor/…`` have a leading ``seed`` axis. ``layers/{site} [layer]`` numbers a layer axis,
+        ``layers/local [layer]`` that of the local arrays. ``positions/{k|v}/rel_l2 [prompt, kept, layer,
+        kv_head, position]`` is kept at ``positions/steps``.
+    token_texts
+        The text of every token id that occurs.
+    control
+        The same comparison with another dtype, on the same tokens, or None.
+    provenance
+        Versions, device, threads, flags and settings.
+    notes
+        Sentences a reader should see: what could not be measured and why.
+
+    Examples
+    --------
+    >>> import kvdrift as kd
+    >>> model = kd.load(kd.models.tiny("llama"))
+    >>> drift = kd.compare(model, [1, 2, 3], max_new_tokens=4, floor=0, progress=False)
+    >>> drift.values("resid_post").shape
+    (1, 4, 3)
+    """
+
+    a: PathInfo
+    b: PathInfo
+    architecture: Architecture
+    prompts: tuple[Prompt, ...]
+    arrays: dict[str, np.ndarray]
+    token_texts: dict[int, str]
+    control: Drift | None = None
+    provenance: dict[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    # --- what is in here
+
+    @property
+    def steps(self) -> np.ndarray:
+        """Numbers of the measured steps, int ``[step]``."""
+        return self.arrays["steps"]
+
+    @property
+    def measured(self) -> np.ndarray:
+        """Where there is a value, bool ``[prompt, step]``."""
+        return self.arrays["measured"]
+
+    @property
+    def counted(self) -> np.ndarray:
+        """The cells that statistics use: measured, at steps ≥ 1, bool ``[prompt, step]``."""
+        return self.measured & (self.steps >= 1)
+
+    @cached_property
+    def sites(self) -> tuple[str, ...]:
+        """Sites with drift, in the order of the forward pass."""
+        return tuple(s for s in (*RESIDUAL_SITES, *HEAD_SITES) if f"drift/{s}/rel_l2" in self.arrays)
+
+    def layers(self, site: str) -> np.ndarray:
+        """Layer numbers along the layer axis of ``site``, int ``[layer]``; empty for sites without one."""
+        return self.arrays.get(f"layers/{site}", np.empty(0, dtype=np.int64))
+
+    def values(self, site: str, metric: str = "rel_l2", of: str = "drift") -> np.ndarray:
+        """One array by site, metric and kind.
+
+        Parameters
+        ----------
+        site
+            A site of `sites`, or ``"logits"``.
+        metric
+            One of ``rel_l2, max_abs, max_ulp, cosine, identical`` at sites, or a logit metric.
+        of
+            ``"drift"``, ``"floor"``, ``"local"`` or ``"local_floor"``.
+
+        Raises
+        ------
+        SiteError
+            If this drift has no such array; the sentence lists what there is.
+        """
+        name = f"{of}/{site}/{metric}"
+        if name not in self.arrays:
+            have = ", ".join(sorted(key for key in self.arrays if key.startswith(f"{of}/"))) or "nothing"
+            raise SiteError(f"This drift has no {name!r}; under {of!r} it has {have}.")
+        return self.arrays[name]
+
+    def has(self, site: str, metric: str = "rel_l2", of: str = "drift") -> bool:
+        """Whether `values` would return an array."""
+        return f"{of}/{site}/{metric}" in self.arrays
+
+    # --- statistics
+
+    def per_prompt(self, site: str, metric: str = "rel_l2", of: str = "drift") -> np.ndarray:
+        """Median over the counted steps (and seeds, for a floor), ``[prompt, layer]`` or ``[prompt]``."""
+        values = self.values(site, metric, of)
+        if of in ("floor", "local_floor"):
+            values = np.median(values, axis=0)
+        return np.stack(
+            [
+                np.median(row[keep], axis=0) if keep.any() else np.full(row.shape[1:], np.nan)
+                for row, keep in zip(values, self.counted, strict=True)
+            ]
+        )
+
+    def growth(self, site: str = "resid_post", **options: Any) -> profile.Growth:
+        """How drift changes from layer to layer; see `kvdrift.drift.profile.growth`."""
+        floor = self.per_prompt(site, of="floor") if self.has(site, of="floor") else None
+        return profile.growth(self.per_prompt(site), floor, self.layers(site), **options)
+
+    def onset(self, site: str = "resid_post", **options: Any) -> profile.Onset:
+        """The first layer that makes drift by itself; see `kvdrift.drift.profile.onset`.
+
+        Raises
+        ------
+        SiteError
+            If local drift was not measured (``local=False``) or not at this site.
+        """
+        names = [name for name in ("attn_out", "mlp_out") if name != site and self.has(name, of="local")]
+        local = {
+            name: np.where(self.counted[..., None], self.values(name, of="local"), np.nan) for name in [site, *names]
+        }
+        floor = self.arrays.get(f"local_floor/{site}/rel_l2")
+        return profile.onset(local, floor, self.layers("local"), site=site, **options)
+
+    @property
+    def first_flip(self) -> tuple[int | None, ...]:
+        """The first measured step at which the paths' top-1 tokens differ, per prompt."""
+        flips = (self.arrays["top1_a"] != self.arrays["top1_b"]) & self.measured
+        return tuple(int(self.steps[row.argmax()]) if row.any() else None for row in flips)
+
+    @property
+    def free_steps(self) -> tuple[int, ...]:
+        """Per prompt, how many steps the fed tokens are also those that path *a* chooses by itself.
+
+        Within them forced and free running are the same thing; with ``tokens="a"`` that is every step.
+        """
+        lengths = []
+        for row, fed, measured in zip(self.arrays["top1_a"], self.arrays["fed"], self.measured, strict=True):
+            steps = self.steps[measured]
+            left = [int(s) for s, top in zip(steps, row[measured], strict=True) if fed[s] >= 0 and fed[s] != top]
+            lengths.append(left[0] + 1 if left else (int(steps[-1]) + 1 if steps.size else 0))
+        return tuple(lengths)
+
+    @property
+    def free_divergence(self) -> tuple[int | None, ...]:
+        """Step of the first token that differs when each path feeds itself, per prompt.
+
+        Under greedy decoding this is the first flip, as long as the tokens fed are path *a*'s own choice; a
+        flip that comes after them is censored (None), as is no flip at all.
+        """
+        return tuple(
+            flip if flip is not None and flip < free else None
+            for flip, free in zip(self.first_flip, self.free_steps, strict=True)
+        )
+
+    # --- words and tables
+
+    def summary(self) -> str:
+        """A few plain sentences: where drift starts, how it grows, against the floor, flips, control."""
+        return summary.text(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The machine-readable summary that ``kvdrift compare --json`` prints."""
+        return summary.as_dict(self)
+
+    def to_dataframe(self, what: str = "layers") -> Any:
+        """A tidy `pandas.DataFrame`.
+
+        Parameters
+        ----------
+        what
+            ``"layers"``: one row per prompt, step, site and layer with every metric, the floor's median and
+            the local drift beside it. ``"logits"``: one row per prompt and step. ``"heads"``: one row per
+            prompt, step, site, layer and head. ``"positions"``: one row per prompt, kept step, layer, head
+            and absolute position, for K and V.
+        """
+        from kvdrift.drift import tables
+
+        builders = {
+            "layers": tables.layers, "logits": tables.logits,
+            "heads": tables.heads, "positions": tables.positions,
+        }  # fmt: skip
+        if what not in builders:
+            raise InputError(f"to_dataframe({what!r}): choose one of {', '.join(builders)}.")
+        return builders[what](self)
+
+    def __repr__(self) -> str:
+        return self.summary()
+
+    def _repr_html_(self) -> str:
+        return summary.html(self)
+
+    # --- files
+
+    def save(self, path: str | Path) -> Path:
+        """Write everything to one safetensors file, atomically; see `load`."""
+        tensors, manifest = self._to_parts()
+        return save_tensors(path, "drift", tensors, manifest)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Drift:
+        """Read a drift written by `save`, equal in every bit.
+
+        Raises
+        ------
+        FileError
+            If the file is missing, truncated or edited.
+        """
+        return cls._from_parts(*load_tensors(path, "drift"))
+
+    def _to_parts(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        tensors = {name: torch.from_numpy(np.ascontiguousarray(x)) for name, x in self.arrays.items()}
+        manifest: dict[str, Any] = {
+            "a": asdict(self.a),
+            "b": asdict(self.b),
+            "architecture": self.architecture.to_dict(),
+            "prompts": [asdict(prompt) for prompt in self.prompts],
+            "token_texts": {str(token): text for token, text in self.token_texts.items()},
+            "provenance": self.provenance,
+            "notes": list(self.notes),
+            "control": None,
+        }
+        if self.control is not None:
+            control, manifest["control"] = self.control._to_parts()
+            tensors |= {f"control/{name}": tensor for name, tensor in control.items()}
+        return tensors, manifest
+
+    @classmethod
+    def _from_parts(cls, tensors: dict[str, torch.Tensor], manifest: dict[str, Any]) -> Drift:
+        prefix = "control/"
+        control = None
+        if manifest["control"] is not None:
+            inner = {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
+            control = cls._from_parts(inner, manifest["control"])
+
+        def info(value: dict[str, Any]) -> PathInfo:
+            return PathInfo(**{**value, "controls": tuple(value["controls"])})
+
+        return cls(
+            a=info(manifest["a"]),
+            b=info(manifest["b"]),
+            architecture=Architecture.from_dict(manifest["architecture"]),
+            prompts=tuple(Prompt(tuple(p["ids"]), tuple(p["tokens"]), p["text"]) for p in manifest["prompts"]),
+            arrays={name: x.numpy() for name, x in tensors.items() if not name.startswith(prefix)},
+            token_texts={int(token): text for token, text in manifest["token_texts"].items()},
+            control=control,
+            provenance=manifest["provenance"],
+            notes=tuple(manifest["notes"]),
+        )

@@ -1,0 +1,328 @@
+"""A drift in words: what was found, said plainly, and never more than was measured."""
+
+from __future__ import annotations
+
+import html as html_escape
+import textwrap
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvdrift.drift import findings
+from kvdrift.drift.profile import MIN_PROMPTS, Estimate, Growth, Onset, rule_of_three
+
+if TYPE_CHECKING:
+    from kvdrift.drift.result import Drift
+
+WIDTH = 100
+_MODULES = {"attn": ", in its attention", "mlp": ", in its MLP"}
+
+
+def text(drift: Drift) -> str:
+    """The summary for a terminal: one line on what was compared, then the reading, then the notes.
+
+    Examples
+    --------
+    >>> import kvdrift as kd
+    >>> model = kd.load(kd.models.tiny("llama"))
+    >>> print(kd.compare(model, [1, 2, 3], max_new_tokens=4, floor=0, progress=False).summary())
+    """
+    lines = [headline(drift)]
+    for mark, sentences in (("•", reading(drift)), ("!", drift.notes)):
+        for sentence in sentences:
+            lines += textwrap.wrap(sentence, WIDTH, initial_indent=f"{mark} ", subsequent_indent="  ") or [mark]
+    return "\n".join(lines)
+
+
+def html(drift: Drift) -> str:
+    """The same for Jupyter; every text is escaped."""
+    items = "".join(f"<li>{html_escape.escape(sentence)}</li>" for sentence in reading(drift))
+    notes = "".join(f"<li>{html_escape.escape(note)}</li>" for note in drift.notes)
+    tail = f"<p>Please note</p><ul>{notes}</ul>" if notes else ""
+    return f"<div><p><b>{html_escape.escape(headline(drift))}</b></p><ul>{items}</ul>{tail}</div>"
+
+
+def as_dict(drift: Drift) -> dict[str, Any]:
+    """The machine-readable summary; see `kvdrift.drift.findings.as_dict`."""
+    return findings.as_dict(drift)
+
+
+def headline(drift: Drift) -> str:
+    """What was compared: model, dtype, paths, attention, prompts, steps."""
+    a, b = drift.a, drift.b
+    steps = int(drift.measured.sum())
+    size = f"{_count(len(drift.prompts), 'prompt')}, {_count(steps, 'step')}"
+    if (a.model, a.dtype, a.attn) == (b.model, b.dtype, b.attn):
+        return f"{model_name(a.model)} · {a.dtype} · attention {a.attn} · {a.label} against {b.label} · {size}"
+    sides = (f"{s.label} of {model_name(s.model)} ({s.dtype}, attention {s.attn})" for s in (a, b))
+    return f"{' against '.join(sides)} · {size}"
+
+
+def model_name(name: str) -> str:
+    """A model's name without the folder it lies in; names and Hub ids stay as they are."""
+    return PurePath(name).name if PurePath(name).is_absolute() else name
+
+
+def reading(drift: Drift) -> list[str]:
+    """Plain sentences: where drift starts, how it grows, against the floor, logits, flips, control.
+
+    Each speaks only about what was measured; what was not, and how many prompts the rest stands on, is said.
+    """
+    grows, start = findings.growth(drift), findings.onset(drift)
+    sentences = [
+        _start(drift, start),
+        *_growth(drift, grows),
+        *_floor(drift, grows),
+        *_excess(start),
+        *_logits(drift),
+        _flips(drift),
+        _free(drift),
+        *_control(drift),
+    ]
+    return [sentence for sentence in sentences if sentence]
+
+
+# --- one sentence each
+
+
+def _start(drift: Drift, start: Onset | None) -> str:
+    if start is None:
+        return f"Where drift starts was not measured (no local drift). {_first_difference(drift)}".strip()
+    if start.source_layer is None and start.n_pairs == 0:
+        return f"Where drift starts is not known: no local drift was measured. {_first_difference(drift)}".strip()
+    if start.source_layer is None:
+        sentence = (
+            "No layer makes drift by itself: on bitwise the same inputs, every layer gives the same bits in both "
+            f"paths ({_count(start.n_pairs, 'step')})"
+        )
+        if not findings.counted_logits(drift, "logit_max").any():
+            return f"{sentence}."
+        return (
+            f"{sentence}. What differs comes in by another way: keys and values of earlier positions, which each "
+            "path computes for itself, or the final norm and the LM head."
+        )
+    share = "" if start.source_share is None else f", at {_percent(start.source_share)} of {start.n_pairs:,} steps"
+    return (
+        f"Drift starts in layer {start.source_layer}{_MODULES.get(start.source_module or '', '')}: on bitwise the "
+        f"same inputs it is the first whose output differs{share}."
+    )
+
+
+def _first_difference(drift: Drift) -> str:
+    cells = drift.values(findings.SITE)[drift.counted] if drift.has(findings.SITE) else np.empty((0, 0))
+    if not cells.size:
+        return ""
+    differs = np.flatnonzero((cells != 0).any(axis=0))
+    if not differs.size:
+        return "The residual stream is bit-identical after every layer."
+    layer = drift.layers(findings.SITE)[differs[0]]
+    return f"The first layer after which the residual stream differs is layer {layer}."
+
+
+def _growth(drift: Drift, grows: Growth | None) -> list[str]:
+    if grows is None:
+        return ["How drift grows was not measured: resid_post was not among the sites."]
+    if grows.n_prompts == 0:
+        return ["How drift grows is not known: no step after step 0 was measured."]
+    if grows.final is None and (drift.values(findings.SITE)[drift.counted] == 0).all():
+        return ["The residual stream is bit-identical after every layer at every step."]
+    if grows.final is None:
+        share = _percent(findings.share_differing(drift) or 0.0)
+        return [
+            "At most steps the residual stream is bit-identical, so that its median drift is zero at every layer; "
+            f"after the last layer it differs at {share} of {_count(int(drift.counted.sum()), 'step')}."
+        ]
+    first, *_ = drift.layers(findings.SITE)
+    parts = []
+    if grows.first_layer_share is not None:
+        parts.append(f"after layer {first} it is {_percent(grows.first_layer_share.value)} of its final size")
+    if grows.first_quarter_share is not None:
+        parts.append(f"a quarter of the way up {_percent(grows.first_quarter_share.value)}")
+    if grows.plateau is not None:
+        plateau = f"its plateau is {number(grows.plateau.value)} (relative L2)"
+        if grows.plateau_layer is not None and grows.plateau_depth is not None:
+            depth = grows.plateau_depth
+            spread = "" if depth.interval is None else f"; 95 % interval {_spread(depth, _percent)}"
+            plateau += (
+                f", reached at layer {int(grows.plateau_layer.value)} ({_percent(depth.value)} of the depth{spread})"
+            )
+        parts.append(plateau)
+    if not parts:
+        return ["How drift grows has no clear numbers: it is zero or not finite in the last layers."]
+    return [f"How it grows: {'; '.join(parts)}."]
+
+
+def _floor(drift: Drift, grows: Growth | None) -> list[str]:
+    if grows is None or grows.final is None:
+        return []
+    if not drift.has(findings.SITE, of="floor"):
+        return ["Whether it stands above rounding was not measured: there is no rounding floor (floor=0)."]
+    ratio = grows.plateau_over_floor
+    if ratio is None:
+        return ["Drift and rounding floor cannot be divided in the last layers: both are zero, or not finite."]
+    if ratio.interval is None:
+        return [
+            f"In the last layers it is {times(ratio.value)} the rounding floor; one prompt gives no interval, so "
+            "this says little about other prompts."
+        ]
+    low, high = ratio.interval
+    if low > 1:
+        verdict = "It stands above the rounding floor"
+        meaning = "more than summation order alone, which is not by itself a bug"
+    elif high < 1:
+        verdict, meaning = "It stays below the rounding floor", "no more than summation order alone does"
+    else:
+        verdict = "It is not distinguishable from the rounding floor"
+        meaning = "summation order alone does as much"
+    over = _count(grows.n_prompts, "prompt")
+    rough = f"{over} only, so the interval is rough" if grows.n_prompts < MIN_PROMPTS else f"over {over}"
+    return [
+        f"{verdict}: {times(ratio.value)} in the last layers, 95 % interval {_spread(ratio, times)} ({rough}): "
+        f"{meaning}."
+    ]
+
+
+def _excess(start: Onset | None) -> list[str]:
+    if start is None or start.source_layer is None:
+        return []
+    if start.excess_layer is not None and start.excess_ratio is not None:
+        chance = "" if start.excess_p is None else f", p = {number(start.excess_p)} after correction over layers"
+        return [
+            f"The first layer that by itself makes more than its own floor is layer {start.excess_layer}: "
+            f"{times(start.excess_ratio.value)}{chance}."
+        ]
+    return [f"Layer by layer: {start.reason}."] if start.reason else []
+
+
+def _logits(drift: Drift) -> list[str]:
+    kl = findings.counted_logits(drift, "kl")
+    mean, top = findings.mean(kl), findings.largest(kl)
+    if mean is None:
+        return ["How far the output distribution moves is not known: no step after step 0 was measured."]
+    gaps = findings.counted_logits(drift, "logit_max")
+    if gaps.size and not gaps.any():
+        return ["The logits are equal at every step."]
+    sentence = f"The output distribution moves by {number(mean)} nats of KL on average, at most {number(top)}"
+    head = findings.mean(findings.counted_logits(drift, "kl_float32_head"))
+    if head is not None:
+        sentence += f"; with the LM head in float32 by {number(head)}"
+    floor = findings.mean(findings.counted_logits(drift, "kl", "floor"))
+    if floor is not None:
+        sentence += f"; re-rolled sums alone move it by {number(floor)}"
+    return [sentence + "."]
+
+
+def _flips(drift: Drift) -> str:
+    found = findings.flips(drift)
+    steps, prompts = int(drift.measured.sum()), len(drift.prompts)
+    if steps == 0:
+        return "No step was measured, so nothing is known about flips."
+    if not found:
+        most = _percent(rule_of_three(prompts))
+        bound = f"flips in up to {most} of such prompts are still possible (exact 95 % bound)"
+        little = ", which says little" if prompts < MIN_PROMPTS else ""
+        return f"No flip in {_count(steps, 'step')} of {_count(prompts, 'prompt')}; {bound}{little}."
+    sentence = (
+        f"{_count(len(found), 'flip')} in {_count(steps, 'step')}, in {len({f.prompt for f in found})} of "
+        f"{_count(prompts, 'prompt')}"
+    )
+    margins = [flip.margin for flip in found if flip.margin is not None]
+    if margins:
+        where = "there" if len(found) == 1 else "at each"
+        sentence += f"; the best two logits lie at most {number(max(margins))} apart {where}"
+        ties = sum(flip.tie for flip in found)
+        sentence += f", {_count(ties, 'exact tie')} among them" if ties else ", with no exact tie"
+    return sentence + "."
+
+
+def _free(drift: Drift) -> str:
+    if not drift.measured.any():
+        return ""
+    parted = [step for step in drift.free_divergence if step is not None]
+    prompts = len(drift.prompts)
+    last = [int(drift.steps[row][-1]) + 1 for row in drift.measured if row.any()]
+    limits = [free for free, row in zip(drift.free_steps, drift.measured, strict=True) if row.any()]
+    cut = any(free < end for free, end in zip(limits, last, strict=True))
+    gaps = drift.steps.size > 1 and int(np.diff(drift.steps).max()) > 1
+    if parted:
+        when = f"at step {parted[0]}" if len(parted) == 1 else f"first at steps {min(parted)} to {max(parted)}"
+        sentence = f"Left to themselves the two paths part in {len(parted)} of {_count(prompts, 'prompt')}, {when}"
+    else:
+        sentence = (
+            f"Left to themselves the two paths write the same text in {_all_prompts(prompts)}, as far as measured"
+        )
+    if cut:
+        sentence += "; where the tokens fed were not path a's own choice, what follows is not known"
+    if gaps:
+        sentence += "; steps between the measured ones were not looked at"
+    return sentence + "."
+
+
+def _control(drift: Drift) -> list[str]:
+    control = drift.control
+    if control is None:
+        return []
+    here = findings.mean(findings.counted_logits(drift, "kl"))
+    there = findings.mean(findings.counted_logits(control, "kl"))
+    flips = len(findings.flips(control))
+    if here is None or there is None:
+        return []
+    sentence = f"In {control.a.dtype}, on the same tokens, the mean KL is {number(there)}"
+    if there == 0 and here > 0:
+        sentence += " (exactly zero)"
+    elif 0 < there < here < np.inf:
+        sentence += f", {times(here / there)} smaller"
+    elif 0 < here < there < np.inf:
+        sentence += f", {times(there / here)} larger"
+    return [f"{sentence}, with {_count(flips, 'flip') if flips else 'no flip'}."]
+
+
+# --- how numbers are written
+
+
+def number(value: float | None) -> str:
+    """Three significant digits; NaN and infinity by name.
+
+    Examples
+    --------
+    >>> number(0.01523), number(2.5e-5), number(0.0), number(None)
+    ('0.0152', '2.5e-5', '0', 'not measured')
+    """
+    if value is None:
+        return "not measured"
+    if np.isnan(value):
+        return "not a number"
+    if np.isinf(value):
+        return "infinite" if value > 0 else "minus infinite"
+    if value == 0 or 1e-3 <= abs(value) < 1e4:
+        return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+    mantissa, exponent = f"{value:.2e}".split("e")
+    return f"{float(mantissa):g}e{int(exponent)}"
+
+
+def times(value: float) -> str:
+    """A factor, as in ``0.95×``, ``12×`` or ``5.4e8×``."""
+    if not np.isfinite(value):
+        return "infinitely many times" if value > 0 else number(value)
+    return f"{value:.2g}×" if 0.01 <= value < 10 else f"{round(value)}×" if 10 <= value < 1000 else f"{number(value)}×"
+
+
+def _percent(share: float) -> str:
+    if not np.isfinite(share):
+        return number(share)
+    percent = 100 * share
+    return f"{percent:.0f} %" if percent >= 10 or percent == 0 else f"{percent:.2g} %"
+
+
+def _spread(estimate: Estimate, write: Any) -> str:
+    low, high = (write(end) for end in estimate.interval or (estimate.value, estimate.value))
+    return f"{low} to {high}" if low != high else f"{low}, the same in nearly all resamples"
+
+
+def _count(n: int, noun: str) -> str:
+    return f"{n:,} {noun}{'' if n == 1 else 's'}"
+
+
+def _all_prompts(prompts: int) -> str:
+    return "the one prompt" if prompts == 1 else f"all {prompts:,} prompts"

@@ -1,0 +1,216 @@
+"""From a name, a folder or a loaded module to a `Model`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as hf_logging
+
+from kvdrift.errors import InputError, ModelError
+from kvdrift.models import presets
+from kvdrift.models.model import Model
+
+DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64")}
+
+
+def load(
+    x: Any,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "auto",
+    attn: str = "auto",
+    *,
+    tokenizer: Any = None,
+    device_map: Any = None,
+    quiet: bool = False,
+) -> Model:
+    """Load a model, or wrap one that is loaded already.
+
+    Parameters
+    ----------
+    x
+        A preset name (``"smollm2-135m"``, …), a Hub id, a local folder, a `transformers` causal LM, or a `Model`.
+    dtype
+        ``"auto"``: bfloat16 on the CPU; on CUDA float16 if a probe pass stays finite, else bfloat16. For a module
+        that is loaded already only its own dtype can be asked for.
+    device
+        ``"auto"``: CUDA where there is one, else the CPU.
+    attn
+        ``"auto"``: sdpa where the model supports it, else eager. Or the name of an implementation.
+    tokenizer
+        For a loaded module: its tokenizer. Without one, prompts are token ids.
+    device_map
+        Passed through to ``from_pretrained`` for models over several GPUs.
+    quiet
+        Do not print what was chosen.
+
+    Returns
+    -------
+    Model
+
+    Raises
+    ------
+    InputError
+        If an argument cannot be used.
+    ModelError
+        If there is no such model or it is not a decoder language model.
+    WeightsError
+        If a preset's weights cannot be fetched or verified.
+
+    Examples
+    --------
+    >>> import kvdrift as kd
+    >>> model = kd.load(kd.models.tiny("llama"), quiet=True)
+    >>> model.architecture.grouping
+    'GQA'
+    """
+    if isinstance(x, Model):
+        return _unchanged(x, dtype, attn)
+    if isinstance(x, nn.Module):
+        if not hasattr(x, "config") or not hasattr(x, "get_input_embeddings"):
+            raise ModelError(f"{type(x).__name__} is not a transformers model; give a causal LM of transformers.")
+        model = _unchanged(Model(x, tokenizer), dtype, attn)
+    elif isinstance(x, (str, Path)):
+        model = _from_pretrained(str(x), dtype, device, attn, tokenizer, device_map, quiet)
+    else:
+        raise InputError(f"kd.load takes a name, a folder or a loaded model, not {type(x).__name__}.")
+    if not quiet:
+        print(f"kvdrift: {model!r}", file=sys.stderr)
+    return model
+
+
+def _unchanged(model: Model, dtype: str | torch.dtype, attn: str) -> Model:
+    """Check that what is asked of a loaded model is what it is already."""
+    if dtype != "auto" and _dtype(dtype) != model.dtype:
+        raise InputError(
+            f"This model is loaded in {model.dtype_name} and kvdrift does not cast your copy; "
+            f"load it with dtype={str(dtype).removeprefix('torch.')!r} instead."
+        )
+    if attn not in ("auto", model.attn):
+        raise InputError(
+            f"This model is loaded with attn={model.attn!r} and kvdrift does not switch your copy; call "
+            f"model.set_attn_implementation({attn!r}) first, or compare CacheOn(attn={attn!r}) paths."
+        )
+    return model
+
+
+def _dtype(dtype: str | torch.dtype) -> torch.dtype:
+    if isinstance(dtype, torch.dtype):
+        dtype = str(dtype).removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise InputError(f"dtype={dtype!r} is not supported; choose auto, {', '.join(DTYPES)}.")
+    return DTYPES[dtype]
+
+
+def _device(device: str | torch.device) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as error:
+        raise InputError(f"device={device!r} is no device; choose auto, cpu, cuda or cuda:N.") from error
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise InputError(f"device={str(device)!r} was asked for, but there is no CUDA device here; use cpu.")
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+        raise InputError(f"device={str(device)!r}: this machine has {torch.cuda.device_count()} CUDA devices.")
+    return chosen
+
+
+def _from_pretrained(
+    name: str,
+    dtype: str | torch.dtype,
+    device: str | torch.device,
+    attn: str,
+    tokenizer: Any,
+    device_map: Any,
+    quiet: bool,
+) -> Model:
+    where = _device(device)
+    wanted = None if dtype == "auto" else _dtype(dtype)
+    source = _source(name, quiet)
+    options: dict[str, Any] = {"trust_remote_code": False}
+    if attn != "auto":
+        options["attn_implementation"] = attn
+    if device_map is not None:
+        options["device_map"] = device_map
+    if tokenizer is None:
+        tokenizer = _tokenizer(source)
+
+    def fetch(chosen: torch.dtype) -> Model:
+        hf = _quietly(_pretrained, source, dtype=chosen, **options)
+        hf.eval().requires_grad_(False)
+        if device_map is None:
+            hf.to(where)
+        return Model(hf, tokenizer, name)
+
+    if wanted is not None:
+        return fetch(wanted)
+    on_cuda = where.type == "cuda" or device_map is not None
+    if not on_cuda:
+        return fetch(torch.bfloat16)
+    model = fetch(torch.float16)
+    if _stays_finite(model):
+        return model
+    if not quiet:
+        print(f"kvdrift: {name} overflows in float16 on a probe pass, so bfloat16 it is.", file=sys.stderr)
+    return fetch(torch.bfloat16)
+
+
+def _source(name: str, quiet: bool) -> str:
+    """What ``from_pretrained`` is given for ``name``."""
+    if name in presets.PRESETS:
+        return str(presets.resolve(name, progress=not quiet))
+    folder = Path(name)
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ModelError(f"{name} is a folder without a config.json, so it holds no transformers model.")
+        return name
+    if "/" not in name:
+        near = presets.suggest(name)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ModelError(
+            f"There is no preset, folder or Hub id {name!r}{hint} (presets: {', '.join(presets.PRESETS)})."
+        )
+    return name
+
+
+def _pretrained(source: str, **options: Any) -> Any:
+    config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError(f"{source} is an encoder-decoder model; kvdrift studies decoder-only language models.")
+    return AutoModelForCausalLM.from_pretrained(source, **options)
+
+
+def _quietly(call: Any, source: str, **options: Any) -> Any:
+    """Run a ``from_pretrained`` without its bars, and turn its many failures into one sentence."""
+    bars = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        return call(source, **options)
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(
+            f"Cannot load {source!r}: {reason} "
+            "(a Hub id needs a network or a local copy; gated models need `hf auth login`)."
+        ) from error
+    finally:
+        if bars:
+            hf_logging.enable_progress_bar()
+
+
+def _tokenizer(source: str) -> Any:
+    """The tokenizer beside the weights, or None where there is none."""
+    try:
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, ImportError, TypeError):
+        return None
+
+
+def _stays_finite(model: Model) -> bool:
+    vocabulary = int(model.tree.embed.num_embeddings)  # type: ignore[arg-type]
+    ids = torch.randint(vocabulary, (1, 32), generator=torch.Generator().manual_seed(0)).to(model.device)
+    return bool(model.backend.forward(ids, 0).isfinite().all())

@@ -1,0 +1,231 @@
+"""The model under study: the module itself, its tokenizer, and what kvdrift found out about it."""
+
+from __future__ import annotations
+
+import hashlib
+import html
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from kvdrift.backends.hf import HFBackend
+from kvdrift.errors import InputError
+from kvdrift.models.architecture import Architecture, BlockTree, describe, find_blocks
+
+if TYPE_CHECKING:
+    from kvdrift.tracing.coverage import Coverage
+
+PromptLike = str | Sequence[int] | Tensor
+
+
+class Model:
+    """A decoder language model, wrapped and never changed; `kvdrift.load` makes it.
+
+    Attributes
+    ----------
+    hf
+        The wrapped module itself, not a copy.
+    tokenizer
+        Its tokenizer, or None (then prompts are token ids).
+    name
+        What figures and tables call it.
+    backend
+        How it is driven.
+    tree
+        Where its blocks, embedding, final norm and LM head are.
+    """
+
+    def __init__(self, hf: nn.Module, tokenizer: Any = None, name: str | None = None) -> None:
+        self.hf = hf
+        self.tokenizer = tokenizer
+        self.name = name or getattr(hf.config, "name_or_path", None) or hf.config.model_type
+        self.tree: BlockTree = find_blocks(hf)
+        self.backend = HFBackend(hf)
+
+    @cached_property
+    def architecture(self) -> Architecture:
+        """Layers, heads, windows, soft-caps, positional scheme."""
+        return describe(self.hf)
+
+    @cached_property
+    def coverage(self) -> Coverage:
+        """Which sites this model gives, and why not the others; found by a probe pass on first use.
+
+        Raises
+        ------
+        NotFaithfulError
+            If tracing would change a bit of the model's logits.
+        """
+        # Imported here because tracing builds on this class, and a model is asked for its coverage by everyone.
+        from kvdrift.tracing.coverage import probe
+
+        return probe(self)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the weights."""
+        return self.tree.embed.weight.dtype  # type: ignore[return-value]
+
+    @property
+    def dtype_name(self) -> str:
+        """The dtype without its ``torch.`` prefix, as users type it."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids go in."""
+        return self.backend.input_device
+
+    @property
+    def attn(self) -> str:
+        """The attention implementation in use."""
+        return str(self.hf.config._attn_implementation)
+
+    @cached_property
+    def layer_of(self) -> dict[int, int]:
+        """Block number by the ``id`` of any module inside it."""
+        return {id(m): layer for layer, block in enumerate(self.tree.blocks) for m in block.modules()}
+
+    @cached_property
+    def eos_ids(self) -> frozenset[int]:
+        """Token ids that end a text: those of the generation config, else of the tokenizer."""
+        found = getattr(getattr(self.hf, "generation_config", None), "eos_token_id", None)
+        if found is None:
+            found = getattr(self.tokenizer, "eos_token_id", None)
+        if found is None:
+            return frozenset()
+        return frozenset(found if isinstance(found, (list, tuple)) else [found])
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Evaluation mode for a while; modules that were training are put back."""
+        training = [module for module in self.hf.modules() if module.training]
+        self.hf.eval()
+        try:
+            yield
+        finally:
+            for module in training:
+                module.training = True
+
+    # --- prompts and tokens
+
+    def encode(self, prompt: PromptLike, chat: bool = False) -> list[int]:
+        """Token ids of one prompt.
+
+        Parameters
+        ----------
+        prompt
+            Text (tokenized with its special tokens), a flat list of ids, or a tensor ``[n]`` or ``[1, n]``.
+        chat
+            Put text into the tokenizer's chat template as a user's turn.
+
+        Raises
+        ------
+        InputError
+            If the prompt is empty, is text without a tokenizer, or holds ids outside the vocabulary.
+        """
+        if isinstance(prompt, str):
+            ids = self._encode_text(prompt, chat)
+        else:
+            ids = [int(token) for token in torch.as_tensor(prompt).flatten().tolist()]
+        if not ids:
+            raise InputError("The prompt is empty; give at least one token or one character of text.")
+        vocabulary = self.tree.embed.num_embeddings
+        outside = [token for token in ids if not 0 <= token < int(vocabulary)]  # type: ignore[arg-type]
+        if outside:
+            raise InputError(
+                f"Token id {outside[0]} is outside the vocabulary of {self.name} (0 to {vocabulary - 1}); "  # type: ignore[operator]
+                "were these ids made with another tokenizer?"
+            )
+        return ids
+
+    def _encode_text(self, text: str, chat: bool) -> list[int]:
+        if not text.strip():
+            raise InputError("The prompt is empty; give at least one token or one character of text.")
+        if self.tokenizer is None:
+            raise InputError(
+                f"{self.name} has no tokenizer, so it cannot read text: give token ids, or kd.load(model, tokenizer=…)."
+            )
+        if not chat:
+            return list(self.tokenizer(text)["input_ids"])
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise InputError(f"{self.name} has no chat template; leave out chat=True.")
+        turn = [{"role": "user", "content": text}]
+        rendered = self.tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
+        return list(self.tokenizer(rendered, add_special_tokens=False)["input_ids"])
+
+    def token_text(self, token: int) -> str:
+        """The text of one token id, or the id itself where there is no tokenizer."""
+        return str(token) if self.tokenizer is None else str(self.tokenizer.decode([token]))
+
+    def check_length(self, prompt_tokens: int, new_tokens: int) -> None:
+        """Refuse a run that would leave the model's context.
+
+        Raises
+        ------
+        InputError
+            If prompt and new tokens together exceed ``architecture.max_positions``.
+        """
+        limit = self.architecture.max_positions
+        if limit is not None and prompt_tokens + new_tokens > limit:
+            raise InputError(
+                f"{prompt_tokens} prompt tokens and {new_tokens} new ones exceed the context of {self.name} "
+                f"({limit}); shorten the prompt or ask for at most {max(limit - prompt_tokens, 0)} new tokens."
+            )
+
+    # --- identity
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A short hash of the configuration, the dtype and a sample of every weight."""
+        digest = hashlib.sha256(self.hf.config.to_json_string().encode())
+        for name, weight in self.hf.named_parameters():
+            flat = weight.detach().flatten()
+            sample = flat[:: max(flat.numel() // 64, 1)][:64].contiguous().cpu()
+            digest.update(f"{name}|{weight.dtype}|{tuple(weight.shape)}|".encode())
+            digest.update(sample.view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+    def __repr__(self) -> str:
+        return f"{self.name} · {self.dtype_name} · {self.device} · attn {self.attn}\n{self.architecture}"
+
+    def _repr_html_(self) -> str:
+        head, _, rest = repr(self).partition("\n")
+        return f"<b>{html.escape(head)}</b><br>{html.escape(rest)}"
+
+
+def as_prompts(prompts: Any) -> tuple[list[PromptLike], bool]:
+    """Split what a user gave into prompts.
+
+    Returns
+    -------
+    prompts, many
+        The prompts, and whether several were given (a list of prompts, even of one) rather than one.
+
+    Raises
+    ------
+    InputError
+        If nothing was given, or something that is no prompt.
+    """
+    if isinstance(prompts, str):
+        return [prompts], False
+    if isinstance(prompts, Tensor):
+        if prompts.ndim == 1 or (prompts.ndim == 2 and prompts.shape[0] == 1):
+            return [prompts], False
+        raise InputError(
+            f"A prompt tensor has shape [n] or [1, n], not {list(prompts.shape)}; give several prompts as a list: "
+            "kvdrift never batches, since that changes the arithmetic."
+        )
+    if not isinstance(prompts, (list, tuple)):
+        raise InputError(f"Prompts are text, token ids or a list of those, not {type(prompts).__name__}.")
+    if not prompts:
+        raise InputError("The prompt is empty; give at least one token or one character of text.")
+    if all(isinstance(token, int) for token in prompts):
+        return [list(prompts)], False
+    if all(isinstance(prompt, (str, list, tuple, Tensor)) for prompt in prompts):
+        return list(prompts), True
+    raise InputError("A list of prompts holds texts, lists of token ids or tensors; this one holds something else.")

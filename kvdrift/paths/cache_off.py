@@ -1,0 +1,79 @@
+"""Cache-OFF: recompute the whole prefix at every step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvdrift.controls import Control
+from kvdrift.errors import InputError
+from kvdrift.paths.execution import Execution
+from kvdrift.paths.path import Step
+
+if TYPE_CHECKING:
+    from kvdrift.models.model import Model
+
+
+@dataclass(frozen=True)
+class CacheOff:
+    """The path without a cache.
+
+    Parameters
+    ----------
+    model
+        Run this model instead of the one given to the verb.
+    attn
+        Attention implementation; the model's own by default.
+    controls
+        Changes of arithmetic, for example ``ReRoll(0)``.
+    """
+
+    model: Model | None = None
+    attn: str | None = None
+    controls: tuple[Control, ...] = ()
+    label: str = field(default="cache-OFF", kw_only=True)
+
+    def start(self, model: Model, ids: Sequence[int], controls: tuple[Control, ...] | None = None) -> CacheOffRun:
+        """Begin a run over a prompt."""
+        return CacheOffRun(self, self.model or model, list(ids), self.controls if controls is None else controls)
+
+
+class CacheOffRun:
+    """A cache-OFF run under way; see `kvdrift.paths.path.Run`."""
+
+    def __init__(
+        self, path: CacheOff, model: Model, tokens: list[int], controls: tuple[Control, ...], started: bool = False
+    ) -> None:
+        self.path, self.model, self.controls = path, model, controls
+        self.attn = path.attn
+        self._tokens, self._started = tokens, started
+        self._execution = Execution(model, path.attn, controls)
+
+    def step(self, token: int | None = None) -> Step:
+        """Recompute everything, with ``token`` appended (none at the first step)."""
+        if (token is None) != (not self._started):
+            raise InputError("The first step takes no token, every later one takes the token to consume.")
+        self._started = True
+        if token is not None:
+            self._tokens.append(token)
+        logits = self._execution.forward(self._tokens, 0, None)
+        return Step(logits, len(self._tokens) - 1)
+
+    def skip(self, token: int) -> None:
+        """Append a token and compute nothing."""
+        self._started = True
+        self._tokens.append(token)
+
+    def key_positions(self, layer: int, n_keys: int) -> Sequence[int]:
+        """Every position of the prefix."""
+        return range(n_keys)
+
+    def fork(self, controls: tuple[Control, ...] | None = None) -> CacheOffRun:
+        """An independent continuation from here."""
+        chosen = self.controls if controls is None else controls
+        return CacheOffRun(self.path, self.model, list(self._tokens), chosen, self._started)
+
+    def close(self) -> None:
+        """Let go of the controls."""
+        self._execution.close()

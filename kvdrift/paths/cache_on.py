@@ -1,0 +1,140 @@
+"""Cache-ON: prefill once, then one token at a time with a KV cache."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+
+from kvdrift.controls import Control
+from kvdrift.errors import InputError
+from kvdrift.paths.execution import Execution
+from kvdrift.paths.path import Step
+
+if TYPE_CHECKING:
+    from kvdrift.models.model import Model
+
+
+@dataclass(frozen=True)
+class CacheOn:
+    """The path with a KV cache.
+
+    Parameters
+    ----------
+    model
+        Run this model instead of the one given to the verb.
+    attn
+        Attention implementation; the model's own by default.
+    prefill_chunk
+        Consume the prompt in chunks of so many tokens; at once by default.
+    cache
+        Makes an empty cache; by default ``DynamicCache(config=model.config)``.
+    controls
+        Changes of arithmetic, for example ``ReRoll(0)``.
+
+    Examples
+    --------
+    >>> import kvdrift as kd
+    >>> model = kd.load(kd.models.tiny("llama"), quiet=True)
+    >>> run = kd.CacheOn().start(model, [1, 2, 3])
+    >>> run.step().position, run.step(4).position
+    (2, 3)
+    """
+
+    model: Model | None = None
+    attn: str | None = None
+    prefill_chunk: int | None = None
+    cache: Callable[[], Cache] | None = None
+    controls: tuple[Control, ...] = ()
+    label: str = field(default="cache-ON", kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.prefill_chunk is not None and self.prefill_chunk < 1:
+            raise InputError(f"prefill_chunk={self.prefill_chunk}: chunks hold at least one token.")
+
+    def start(self, model: Model, ids: Sequence[int], controls: tuple[Control, ...] | None = None) -> CacheOnRun:
+        """Begin a run over a prompt."""
+        model = self.model or model
+        chosen = self.controls if controls is None else controls
+        cache = self.cache() if self.cache is not None else model.backend.new_cache()
+        return CacheOnRun(self, model, list(ids), cache, chosen)
+
+
+class CacheOnRun:
+    """A cache-ON run under way; see `kvdrift.paths.path.Run`."""
+
+    def __init__(
+        self, path: CacheOn, model: Model, prompt: list[int], cache: Cache, controls: tuple[Control, ...]
+    ) -> None:
+        self.path, self.model, self.controls = path, model, controls
+        self.attn = path.attn
+        self.cache = cache
+        self._prompt = prompt
+        self._consumed = 0
+        self._key_offsets: dict[int, int] = {}
+        self._execution = Execution(model, path.attn, controls)
+
+    def step(self, token: int | None = None) -> Step:
+        """Prefill (``token=None``, once) or decode one token."""
+        if (token is None) != (self._consumed == 0):
+            raise InputError("The first step takes no token, every later one takes the token to consume.")
+        chunks = self._chunks() if token is None else [[token]]
+        for chunk in chunks:
+            self._key_offsets = self._offsets(len(chunk))
+            logits = self._execution.forward(chunk, self._consumed, self.cache)
+            self._consumed += len(chunk)
+        return Step(logits, self._consumed - 1)
+
+    def skip(self, token: int) -> None:
+        """Consume a token: the cache needs it, so this is a step."""
+        self.step(token)
+
+    def fork(self, controls: tuple[Control, ...] | None = None) -> CacheOnRun:
+        """An independent continuation with its own copy of the cache."""
+        other = CacheOnRun(
+            self.path,
+            self.model,
+            self._prompt,
+            _copy_cache(self.cache),
+            self.controls if controls is None else controls,
+        )
+        other._consumed = self._consumed
+        return other
+
+    def close(self) -> None:
+        """Let go of the controls."""
+        self._execution.close()
+
+    def _chunks(self) -> list[list[int]]:
+        size = self.path.prefill_chunk or len(self._prompt)
+        return [self._prompt[i : i + size] for i in range(0, len(self._prompt), size)]
+
+    def key_positions(self, layer: int, n_keys: int) -> Sequence[int]:
+        """Consecutive positions from the offset that the cache gave the mask before the latest pass."""
+        start = self._key_offsets.get(layer, 0)
+        return range(start, start + n_keys)
+
+    def _offsets(self, queries: int) -> dict[int, int]:
+        """Absolute position of the first key in each layer, for a pass over ``queries`` more tokens."""
+        return {
+            layer: int(self.cache.get_mask_sizes(queries, layer)[1])
+            for layer, kind in enumerate(self.cache.layers)
+            if isinstance(kind, CacheLayerMixin)
+        }
+
+
+def _copy_cache(cache: Cache) -> Cache:
+    """A copy that can be extended on its own.
+
+    Layers that grow by concatenation never write into their tensors, so these can be shared; any other kind of
+    layer is copied deeply.
+    """
+    if any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers):
+        return copy.deepcopy(cache)
+    other = copy.copy(cache)
+    other.layers = [copy.copy(layer) for layer in cache.layers]
+    return other

@@ -1,0 +1,48 @@
+"""What the two built-in paths share: forward passes inside an attention choice and a set of controls."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, ExitStack
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvdrift.controls import Bound, Control
+    from kvdrift.models.model import Model
+
+
+class Execution:
+    """Runs forward passes of one model with one attention implementation under some controls.
+
+    Parameters
+    ----------
+    model
+        The model to drive.
+    attn
+        Attention implementation, or None for the model's own.
+    controls
+        Changes of arithmetic, entered in order around every pass.
+    """
+
+    def __init__(self, model: Model, attn: str | None, controls: Sequence[Control]) -> None:
+        self.model, self.attn = model, attn
+        self._bound: list[Bound] = [control.bind(model.hf) for control in controls]
+
+    def forward(self, tokens: Sequence[int], start: int, cache: Cache | None) -> Tensor:
+        """Logits ``[vocab]`` after ``tokens`` at positions ``start…``."""
+        ids = torch.tensor([list(tokens)], device=self.model.device)
+        contexts: list[AbstractContextManager] = [self.model.evaluating(), self.model.backend.attention(self.attn)]
+        with ExitStack() as stack:
+            for context in [*contexts, *self._bound]:
+                stack.enter_context(context)
+            return self.model.backend.forward(ids, start, cache)
+
+    def close(self) -> None:
+        """Free what the controls hold."""
+        for bound in self._bound:
+            bound.close()

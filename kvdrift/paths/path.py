@@ -1,0 +1,75 @@
+"""The protocol of a path: one way to execute a model over tokens, one step at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from jaxtyping import Float
+from torch import Tensor
+
+from kvdrift.controls import Control
+
+if TYPE_CHECKING:
+    from kvdrift.models.model import Model
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step returned.
+
+    Attributes
+    ----------
+    logits
+        Next-token logits ``[vocab]`` at the current position, in the model's dtype.
+    position
+        The current position: the absolute index of the last token consumed.
+    """
+
+    logits: Float[Tensor, " vocab"]
+    position: int
+
+
+class Run(Protocol):
+    """One path under way over one prompt."""
+
+    model: Model
+    attn: str | None
+    controls: tuple[Control, ...]
+
+    def step(self, token: int | None = None) -> Step:
+        """Consume a token (at step 0: none, the prompt is consumed) and predict the next."""
+        ...
+
+    def skip(self, token: int) -> None:
+        """Consume a token without needing the prediction; a path may do less work for it."""
+        ...
+
+    def key_positions(self, layer: int, n_keys: int) -> Sequence[int]:
+        """Absolute positions of the ``n_keys`` keys that the kernel of ``layer`` reads in the latest pass.
+
+        Positions beyond the current one are slots that the mask hides (a static cache has them).
+        """
+        ...
+
+    def fork(self, controls: tuple[Control, ...] | None = None) -> Run:
+        """An independent continuation from here, with other controls if given; this run is not touched."""
+        ...
+
+    def close(self) -> None:
+        """Let go of caches and controls."""
+        ...
+
+
+class Path(Protocol):
+    """One way to execute a model over tokens. A third path is a small file with these members."""
+
+    label: str
+    model: Model | None
+    attn: str | None
+    controls: tuple[Control, ...]
+
+    def start(self, model: Model, ids: Sequence[int], controls: tuple[Control, ...] | None = None) -> Run:
+        """Begin a run over a prompt; ``controls`` replaces the path's own where given."""
+        ...

@@ -1,0 +1,1 @@
+"""Seeing and writing inside a forward pass."""

@@ -1,0 +1,124 @@
+"""Feeding a pass the inputs of another path, layer by layer, so that what is left is each layer's own work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from kvdrift.tracing.seam import AttentionCall, Order, Output, seam
+from kvdrift.tracing.tap import Values, hidden
+
+if TYPE_CHECKING:
+    from kvdrift.models.model import Model
+
+
+KeyPositions = Callable[[int, int], Sequence[int]]
+"""``(layer, n_keys)`` → the absolute position of each key."""
+Index = slice | list[int]
+
+
+def shared_positions(a: Sequence[int], b: Sequence[int], before: int) -> tuple[Index, Index]:
+    """Where the positions that two paths both read sit in each of them.
+
+    Parameters
+    ----------
+    a, b
+        Absolute positions of the keys of each path, by slot.
+    before
+        Positions from here on are left out.
+
+    Returns
+    -------
+    in_a, in_b
+        Indices of the same positions in ``a`` and in ``b``, in the same order; slices where both are ranges.
+
+    Examples
+    --------
+    >>> shared_positions(range(2, 6), range(0, 6), before=5)
+    (slice(0, 3, None), slice(2, 5, None))
+    """
+    if isinstance(a, range) and isinstance(b, range):
+        start, stop = max(a.start, b.start), max(min(a.stop, b.stop, before), a.start, b.start)
+        return slice(start - a.start, stop - a.start), slice(start - b.start, stop - b.start)
+    place = {position: slot for slot, position in enumerate(b) if position < before}
+    pairs = [(slot, place[position]) for slot, position in enumerate(a) if position in place]
+    return [slot for slot, _ in pairs], [slot for _, slot in pairs]
+
+
+class Borrow:
+    """Makes every block read a donor's inputs during a pass.
+
+    At the current position each block's residual input becomes the donor's ``resid_pre``; what the attention
+    kernel reads at earlier positions becomes the donor's ``k`` and ``v``, aligned by absolute position. The
+    block's own keys and values of the current position stay its own work.
+
+    Parameters
+    ----------
+    model
+        The recipient.
+    donor
+        The donor's live values: ``resid_pre`` at the current position ``[1, d_model]``, and ``k``, ``v`` as its
+        kernel read them ``[1, kv_head, key, feature]``.
+    donor_keys, own_keys
+        ``(layer, n_keys)`` → absolute positions of the keys that a kernel reads, for donor and recipient.
+    position
+        The current position, which stays the recipient's own work.
+    """
+
+    order = Order.WRITE
+
+    def __init__(
+        self,
+        model: Model,
+        donor: Values,
+        donor_keys: KeyPositions,
+        own_keys: KeyPositions,
+        position: int,
+    ) -> None:
+        self.model, self.donor, self.position = model, donor, position
+        self.donor_keys, self.own_keys = donor_keys, own_keys
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Borrow:
+        with ExitStack() as stack:
+            for layer, block in enumerate(self.model.tree.blocks):
+                handle = block.register_forward_pre_hook(self._residual_writer(layer), with_kwargs=True)
+                stack.callback(handle.remove)
+            stack.enter_context(seam(self.model.hf, self))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _residual_writer(self, layer: int) -> Callable[[nn.Module, Any, Any], tuple[Any, Any]]:
+        def write(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+            own = hidden(args, kwargs)
+            given = self.donor["resid_pre"][layer].to(own.device)
+            changed = torch.cat([own[:, :-1], given[:, None]], dim=1)
+            if not args:
+                return args, {**kwargs, "hidden_states": changed}
+            return tuple(changed if x is own else x for x in args), kwargs
+
+        return write
+
+    def __call__(self, call: AttentionCall, proceed: Callable[[AttentionCall], Output]) -> Output:
+        """The link in the attention seam: past keys and values become the donor's."""
+        layer = self.model.layer_of[id(call.module)]
+        if layer in self.donor.get("k", {}):
+            call.key = self._past(call.key, self.donor["k"][layer], layer)
+            call.value = self._past(call.value, self.donor["v"][layer], layer)
+        return proceed(call)
+
+    def _past(self, own: Tensor, given: Tensor, layer: int) -> Tensor:
+        """``own`` with every position before the current one that both read taken from ``given``."""
+        to, source = shared_positions(
+            self.own_keys(layer, own.shape[2]), self.donor_keys(layer, given.shape[2]), before=self.position
+        )
+        changed = own.clone()
+        changed[:, :, to] = given[:, :, source].to(own.device)
+        return changed

@@ -1,0 +1,213 @@
+"""The attention seam: one wrapper in transformers' attention table, with a chain of links inside.
+
+Every supported model asks a table (`transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS`, or one of its own)
+for its attention function and calls it with the queries, keys and values that the kernel is about to read.
+While a link is in place the entries are wrapped *under their own names*, so that models which branch on
+the name still take their own branch, and whatever was there is put back when the last link leaves.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+Output = tuple[Tensor, Tensor | None]
+"""What an attention function returns: ``[batch, query, head, feature]`` and, under eager, the pattern."""
+
+
+@dataclass
+class AttentionCall:
+    """One call of an attention function, before it is executed.
+
+    Attributes
+    ----------
+    module
+        The attention module that calls.
+    query
+        ``[batch, head, query, feature]``, after RoPE and QK-norm.
+    key, value
+        ``[batch, kv_head, key, feature]``, as the kernel reads them (cached entries included).
+    mask
+        What the model passes as mask, or None.
+    kwargs
+        Everything else the model passes (scaling, window, sinks, …).
+    native
+        The function that the model would have called.
+    """
+
+    module: nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    kwargs: dict[str, Any]
+    native: Callable[..., Output]
+
+    def execute(self) -> Output:
+        """Run the native function on the call as it stands now."""
+        return self.native(self.module, self.query, self.key, self.value, self.mask, **self.kwargs)
+
+
+class Order(IntEnum):
+    """Where a link stands in the chain: outermost first."""
+
+    WRITE = 0
+    OBSERVE = 1
+    EXECUTE = 2
+
+
+class Link(Protocol):
+    """One link of the chain. It may change the call, must call ``proceed`` (or execute by itself), may change
+    the output."""
+
+    order: Order
+
+    def __call__(self, call: AttentionCall, proceed: Callable[[AttentionCall], Output]) -> Output:
+        """Handle one attention call."""
+        ...
+
+
+@dataclass
+class _Table:
+    """A wrapped attention table: the entries that were local to it before, and how many links use it."""
+
+    table: MutableMapping[str, Callable[..., Output]]
+    before: dict[str, Callable[..., Output]]
+    names: tuple[str, ...]
+    users: int = 0
+
+
+@dataclass
+class _Registered:
+    link: Link
+    modules: frozenset[int]
+
+
+@dataclass
+class _State:
+    tables: dict[int, _Table] = field(default_factory=dict)
+    links: list[_Registered] = field(default_factory=list)
+
+
+_STATE = _State()
+_EAGER = "eager"
+
+
+def attention_tables(model: nn.Module) -> list[MutableMapping[str, Callable[..., Output]]]:
+    """The attention tables that the files of this model's modules use, without repeats."""
+    files = {sys.modules.get(cls.__module__) for module in model.modules() for cls in type(module).__mro__}
+    tables = {
+        id(table): table for file in files if (table := getattr(file, "ALL_ATTENTION_FUNCTIONS", None)) is not None
+    }
+    return list(tables.values())
+
+
+def eager_function(module: nn.Module) -> Callable[..., Output]:
+    """The eager attention that ``module`` falls back to: the one in the file where its forward is written.
+
+    Raises
+    ------
+    LookupError
+        If that file has none.
+    """
+    namespace = inspect.unwrap(type(module).forward).__globals__
+    if "eager_attention_forward" not in namespace:
+        raise LookupError(f"{type(module).__name__} has no eager_attention_forward beside its forward")
+    return namespace["eager_attention_forward"]
+
+
+@contextmanager
+def seam(model: nn.Module, link: Link) -> Iterator[None]:
+    """Put ``link`` into the chain of ``model``'s attention calls.
+
+    Links of one model do not see another model's calls. Nested use is fine; the tables are restored when the
+    last link leaves, also after an exception.
+
+    Parameters
+    ----------
+    model
+        The module whose attention calls are handled.
+    link
+        The link; its ``order`` places it among the others.
+
+    Examples
+    --------
+    >>> import kvdrift as kd
+    >>> from kvdrift.tracing.seam import Order, seam
+    >>> class Count:
+    ...     order, calls = Order.OBSERVE, 0
+    ...     def __call__(self, call, proceed):
+    ...         self.calls += 1
+    ...         return proceed(call)
+    >>> model, count = kd.models.tiny("llama"), Count()
+    >>> with seam(model, count):
+    ...     _ = model(torch.tensor([[1, 2, 3]]))
+    >>> count.calls
+    3
+    """
+    registered = _Registered(link, frozenset(id(module) for module in model.modules()))
+    tables = attention_tables(model)
+    for table in tables:
+        _wrap(table)
+    _STATE.links.append(registered)
+    try:
+        yield
+    finally:
+        _STATE.links[:] = [other for other in _STATE.links if other is not registered]
+        for table in tables:
+            _unwrap(table)
+
+
+def _wrap(table: MutableMapping[str, Callable[..., Output]]) -> None:
+    known = _STATE.tables.get(id(table))
+    if known is None:
+        names = tuple(dict.fromkeys((*table, _EAGER)))
+        local = getattr(table, "_local_mapping", table)
+        known = _STATE.tables[id(table)] = _Table(table, dict(local), names)
+        originals = {name: table.get(name) for name in names}
+        for name in names:
+            table[name] = _wrapper(originals[name])
+    known.users += 1
+
+
+def _unwrap(table: MutableMapping[str, Callable[..., Output]]) -> None:
+    known = _STATE.tables[id(table)]
+    known.users -= 1
+    if known.users:
+        return
+    del _STATE.tables[id(table)]
+    for name in known.names:
+        if name in known.before:
+            table[name] = known.before[name]
+        else:
+            del table[name]
+
+
+def _wrapper(original: Callable[..., Output] | None) -> Callable[..., Output]:
+    def attention(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Output:
+        native = original if original is not None else eager_function(module)
+        links = [r.link for r in _STATE.links if id(module) in r.modules]
+        links.sort(key=lambda link: link.order)
+
+        def proceed_from(index: int) -> Callable[[AttentionCall], Output]:
+            if index == len(links):
+                return AttentionCall.execute
+            return lambda call: links[index](call, proceed_from(index + 1))
+
+        return proceed_from(0)(AttentionCall(module, query, key, value, attention_mask, kwargs, native))
+
+    return attention

@@ -1,0 +1,237 @@
+"""Reading sites while a model runs, without changing a bit of what it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from kvdrift.errors import SiteError
+from kvdrift.tracing.seam import AttentionCall, Order, Output, seam
+from kvdrift.tracing.sites import GLOBAL_SITES, HEAD_SITES, LOGITS, PATTERN, choose_layers, parse_sites
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from kvdrift.models.model import Model
+    from kvdrift.tracing.coverage import Coverage
+
+Values = dict[str, dict[int, Tensor]]
+"""Site → layer → tensor; sites that exist once sit under layer 0."""
+Where = Literal["current", "all"]
+
+
+def hidden(arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Tensor:
+    """The residual stream among a block's arguments: the first tensor, else ``hidden_states=``."""
+    return next((x for x in arguments if isinstance(x, Tensor)), None) if arguments else keywords["hidden_states"]
+
+
+def first_tensor(output: Any) -> Tensor:
+    """A module's main output: the tensor itself, or the first element of its tuple."""
+    return output[0] if isinstance(output, (tuple, list)) else output
+
+
+class Tap:
+    """Collects the tensors at chosen sites during a forward pass, on their own device.
+
+    A context manager: hooks and the attention seam are in place inside it only. `values` holds the latest
+    top-level forward pass; with ``keep=True`` every pass is kept in `steps`.
+
+    Parameters
+    ----------
+    model
+        The model to watch.
+    sites
+        Site → layers, or None for all layers that have it.
+    where
+        Positions of residual sites, ``q`` and ``z``: ``"current"`` (the last one of the pass, its axis dropped)
+        or ``"all"`` (every one of the pass).
+    kv_where
+        Positions of ``k`` and ``v``: ``"current"``, or ``"all"`` that the kernel reads.
+    heads
+        Query heads to keep, or None for all; ``k`` and ``v`` keep the KV heads that these read.
+    copy
+        Copy whole K/V tensors. Without it they are the kernel's own, valid until a cache overwrites them.
+    keep
+        Keep every pass in `steps`.
+    coverage
+        Where the sites are; by default ``model.coverage``.
+    """
+
+    order = Order.OBSERVE
+
+    def __init__(
+        self,
+        model: Model,
+        sites: Mapping[str, frozenset[int] | None],
+        *,
+        where: Where = "current",
+        kv_where: Where = "current",
+        heads: Sequence[int] | None = None,
+        copy: bool = True,
+        keep: bool = False,
+        coverage: Coverage | None = None,
+    ) -> None:
+        self.model = model
+        self.coverage = model.coverage if coverage is None else coverage
+        self.layers = {site: self.coverage.resolve(site, layers) for site, layers in sites.items()}
+        self.where, self.kv_where = where, kv_where
+        self.heads = None if heads is None else list(heads)
+        self.copy, self.keep = copy, keep
+        self.enabled = True
+        self.values: Values = {}
+        self.steps: list[Values] = []
+        self._stack = ExitStack()
+
+    # --- reading
+
+    def take(self) -> Values:
+        """The values of the latest pass, handed over."""
+        values, self.values = self.values, {}
+        return values
+
+    def __getitem__(self, site: str) -> Tensor:
+        """The latest pass at ``site``, stacked over layers: ``[layer, batch, …]`` (or ``[batch, …]``)."""
+        if site not in self.values:
+            raise SiteError(f"This tap has no {site!r} yet; it watches {', '.join(self.layers)}.")
+        tensors = list(self.values[site].values())
+        return tensors[0] if site in (*GLOBAL_SITES, LOGITS) else torch.stack(tensors)
+
+    # --- hooks
+
+    def __enter__(self) -> Tap:
+        with ExitStack() as stack:
+            stack.enter_context(_hook(self.model.hf.register_forward_pre_hook(self._begin)))
+            stack.enter_context(_hook(self.model.hf.register_forward_hook(self._end)))
+            for site, layers in self.layers.items():
+                for layer in layers:
+                    self._place(stack, site, layer)
+            if any(site in (*HEAD_SITES, PATTERN) for site in self.layers):
+                stack.enter_context(seam(self.model.hf, self))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _place(self, stack: ExitStack, site: str, layer: int) -> None:
+        place = self.coverage.places.get(site, {}).get(layer)
+        if place is None:
+            return
+
+        def read(tensor: Tensor) -> None:
+            if self.enabled:
+                value = tensor[:, -1].clone() if self.where == "current" else tensor.clone()
+                self.values.setdefault(site, {})[layer] = value if place.scale == 1 else value * place.scale
+
+        if place.kind == "input":
+            handle = place.module.register_forward_pre_hook(
+                lambda _, args, kwargs: read(hidden(args, kwargs)), with_kwargs=True
+            )
+        else:
+            handle = place.module.register_forward_hook(lambda _m, _a, out: read(first_tensor(out)))
+        stack.enter_context(_hook(handle))
+
+    def _begin(self, *_: object) -> None:
+        if self.enabled:
+            self.values = {}
+
+    def _end(self, _module: nn.Module, _args: object, output: Any) -> None:
+        if not self.enabled:
+            return
+        if LOGITS in self.layers:
+            self.values[LOGITS] = {0: output.logits[:, -1].clone()}
+        if self.keep:
+            self.steps.append(self.values)
+
+    def __call__(self, call: AttentionCall, proceed: Callable[[AttentionCall], Output]) -> Output:
+        """The link in the attention seam: read ``q``, ``k``, ``v`` before the kernel, ``z`` after it."""
+        if not self.enabled:
+            return proceed(call)
+        layer = self.model.layer_of[id(call.module)]
+        for site, tensor in (("q", call.query), ("k", call.key), ("v", call.value)):
+            if layer in self.layers.get(site, ()):
+                self._keep(site, layer, tensor)
+        output = proceed(call)
+        if layer in self.layers.get("z", ()):
+            self._keep("z", layer, output[0].transpose(1, 2))
+        if layer in self.layers.get(PATTERN, ()) and output[1] is not None:
+            self._keep(PATTERN, layer, output[1])
+        return output
+
+    def _keep(self, site: str, layer: int, tensor: Tensor) -> None:
+        kv = site in ("k", "v")
+        if self.heads is not None:
+            group = self.model.architecture.n_heads // tensor.shape[1]
+            tensor = tensor[:, sorted({head // group for head in self.heads}) if kv else self.heads]
+        if (self.kv_where if kv else self.where) == "current":
+            tensor = tensor[:, :, -1].clone()
+        elif self.copy or not kv:
+            tensor = tensor.clone()
+        self.values.setdefault(site, {})[layer] = tensor
+
+
+@contextmanager
+def _hook(handle: torch.utils.hooks.RemovableHandle) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def tap(
+    model: Any,
+    sites: str | Iterable[str],
+    *,
+    layers: Iterable[int] | None = None,
+    heads: Sequence[int] | None = None,
+    positions: Where = "current",
+) -> Tap:
+    """Watch sites in a loop of your own; each top-level forward pass is one step.
+
+    Parameters
+    ----------
+    model
+        Anything `kvdrift.load` takes.
+    sites
+        Site names, short or full.
+    layers
+        Layers to watch; all by default.
+    heads
+        Query heads to keep (``k`` and ``v`` keep the KV heads that these read); all by default.
+    positions
+        ``"current"``: the last position of each pass. ``"all"``: every position of the pass; for ``k`` and
+        ``v`` every position that the kernel reads.
+
+    Returns
+    -------
+    Tap
+        A context manager. ``taps[site]`` is the latest pass stacked over layers; ``taps.steps[i][site][layer]``
+        is any pass. Shapes: residual sites ``[batch, (position,) d_model]``, ``q k v z``
+        ``[batch, head, (position,) feature]``.
+
+    Raises
+    ------
+    SiteError
+        If the model does not give a site, with the reason.
+
+    Examples
+    --------
+    >>> import kvdrift as kd, torch
+    >>> hf = kd.models.tiny("llama")
+    >>> with kd.tap(hf, ["resid_post", "k"]) as taps:
+    ...     _ = hf(torch.tensor([[1, 2, 3]]))
+    >>> taps["resid_post"].shape
+    torch.Size([3, 1, 256])
+    """
+    from kvdrift.models.load import load
+
+    wrapped = load(model, quiet=True)
+    wanted = choose_layers(parse_sites(sites), layers, wrapped.architecture.n_layers)
+    n_heads = wrapped.architecture.n_heads
+    if heads is not None and any(not 0 <= head < n_heads for head in heads):
+        raise SiteError(f"heads={list(heads)}: this model has query heads 0 to {n_heads - 1}.")
+    return Tap(wrapped, wanted, where=positions, kv_where=positions, heads=heads, keep=True)

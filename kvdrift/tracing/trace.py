@@ -1,0 +1,163 @@
+"""Recorded tensors with labelled axes, and their file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvdrift.errors import SiteError
+from kvdrift.files import load_tensors, save_tensors
+from kvdrift.models.architecture import Architecture
+from kvdrift.tracing.labels import PathInfo, Prompt
+
+Axes = dict[str, tuple[int, ...]]
+"""Axis name → the coordinate of each entry: step numbers, layer numbers, heads, absolute positions."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What one path computed at chosen sites over one prompt.
+
+    ``trace[site]`` is a plain tensor whose axes are, in order and absent ones left out, ``step, layer, head``
+    (``kv_head`` for keys and values)``, position, feature``; ``trace.axes(site)`` names them with their
+    coordinates and ``trace.valid(site)`` says which entries were computed (the others are zero, never NaN).
+
+    Attributes
+    ----------
+    tensors
+        Site → tensor, or layer → tensor where layers differ in shape.
+    coordinates
+        Site → axes.
+    masks
+        Site → bool, over the axes of the tensor without the feature axis.
+    path, prompt, fed, architecture, provenance
+        How it was made: the path, the prompt, the token chosen after each step, the model, the environment.
+    """
+
+    tensors: dict[str, Tensor | dict[int, Tensor]]
+    coordinates: dict[str, Axes]
+    masks: dict[str, Tensor]
+    path: PathInfo
+    prompt: Prompt
+    fed: tuple[int, ...]
+    architecture: Architecture
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """The recorded sites."""
+        return tuple(self.tensors)
+
+    @property
+    def n_bytes(self) -> int:
+        """Size of all tensors, in bytes."""
+        return sum(x.numel() * x.element_size() for x in self._flat().values())
+
+    def __getitem__(self, site: str) -> Tensor | dict[int, Tensor]:
+        """The tensor of a site.
+
+        Raises
+        ------
+        SiteError
+            If it was not recorded.
+        """
+        return self.tensors[self._known(site)]
+
+    def axes(self, site: str) -> Axes:
+        """Names and coordinates of the axes of ``trace[site]``, in order."""
+        return self.coordinates[self._known(site)]
+
+    def valid(self, site: str) -> Tensor:
+        """Which entries were computed: bool over every axis of ``trace[site]`` but the last."""
+        return self.masks[self._known(site)]
+
+    def _known(self, site: str) -> str:
+        if site not in self.tensors:
+            raise SiteError(f"This trace has no {site!r}; it recorded {', '.join(self.tensors)}.")
+        return site
+
+    def __repr__(self) -> str:
+        lines = [
+            f"Trace of {self.path.model} · {self.path.label} · {self.path.dtype} · {self.path.attn} · "
+            f"{len(self.prompt.ids)} prompt tokens, {len(self.fed)} steps, {self.n_bytes / 1e6:.1f} MB"
+        ]
+        for site in self.sites:
+            sizes = ", ".join(f"{name} {len(values)}" for name, values in self.axes(site).items())
+            lines.append(f"  {site}: [{sizes}]")
+        return "\n".join(lines)
+
+    # --- files
+
+    def save(self, path: str | Path) -> Path:
+        """Write one safetensors file with a JSON manifest in its header, atomically.
+
+        Raises
+        ------
+        FileError
+            If it cannot be written.
+        """
+        manifest = {
+            "coordinates": self.coordinates,
+            "path": asdict(self.path),
+            "prompt": asdict(self.prompt),
+            "fed": self.fed,
+            "architecture": self.architecture.to_dict(),
+            "provenance": self.provenance,
+        }
+        return save_tensors(path, "trace", self._flat() | {f"valid/{s}": m for s, m in self.masks.items()}, manifest)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Trace:
+        """Read a trace written by `save`, equal in every bit, dtype and name.
+
+        Raises
+        ------
+        FileError
+            If the file is missing, truncated or edited.
+        """
+        flat, manifest = load_tensors(path, "trace")
+        tensors: dict[str, Any] = {}
+        for site in manifest["coordinates"]:
+            by_layer = {
+                int(name.rpartition("/")[2]): tensor
+                for name, tensor in flat.items()
+                if name.startswith(f"layer/{site}/")
+            }
+            tensors[site] = dict(sorted(by_layer.items())) if by_layer else flat[f"site/{site}"]
+        prompt = manifest["prompt"]
+        return cls(
+            tensors=tensors,
+            coordinates={
+                site: {name: tuple(values) for name, values in axes.items()}
+                for site, axes in manifest["coordinates"].items()
+            },
+            masks={site: flat[f"valid/{site}"] for site in manifest["coordinates"]},
+            path=PathInfo(**{**manifest["path"], "controls": tuple(manifest["path"]["controls"])}),
+            prompt=Prompt(tuple(prompt["ids"]), tuple(prompt["tokens"]), prompt["text"]),
+            fed=tuple(manifest["fed"]),
+            architecture=Architecture.from_dict(manifest["architecture"]),
+            provenance=manifest["provenance"],
+        )
+
+    def _flat(self) -> dict[str, Tensor]:
+        flat: dict[str, Tensor] = {}
+        for site, value in self.tensors.items():
+            if isinstance(value, Mapping):
+                flat |= {f"layer/{site}/{layer}": tensor for layer, tensor in value.items()}
+            else:
+                flat[f"site/{site}"] = value
+        return flat
+
+
+def free_memory(device: torch.device) -> int:
+    """Free memory of a device, in bytes."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    import psutil
+
+    return int(psutil.virtual_memory().available)

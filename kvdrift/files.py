@@ -20,7 +20,7 @@ from kvdrift.errors import FileError
 SCHEMA = 1
 
 
-def write_atomically(path: str | Path, write: Callable[[Path], None]) -> Path:
+def write_atomically(path: str | Path, write: Callable[[Path], object]) -> Path:
     """Let ``write`` fill a temporary sibling of ``path``, then rename it into place.
 
     Parameters

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-PACKAGES = ("kvdrift", "torch", "transformers", "accelerate", "safetensors", "gguf", "tokenizers", "numpy")
+PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "gguf", "tokenizers", "numpy")
 ENVIRONMENT = (
     "OMP_NUM_THREADS",
     "MKL_NUM_THREADS",
@@ -78,8 +78,7 @@ def prompt_hash(ids: Sequence[int]) -> str:
     return hashlib.sha256(",".join(str(int(token)) for token in ids).encode()).hexdigest()[:16]
 
 
-def version(package: str = "kvdrift") -> str | None:
-    """The installed version of a package; None where it is not installed (as in a bare source tree)."""
+def _version(package: str) -> str | None:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -87,9 +86,12 @@ def version(package: str = "kvdrift") -> str | None:
 
 
 def _software() -> dict[str, Any]:
-    versions = {package: version(package) for package in PACKAGES}
+    from kvdrift import __version__  # this module is read while the package is still being imported
+
+    versions = {package: _version(package) for package in PACKAGES}
     cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
     return {
+        "kvdrift": __version__,
         "python": platform.python_version(),
         **{package: number for package, number in versions.items() if number is not None},
         "cuda": torch.version.cuda if torch.cuda.is_available() else None,

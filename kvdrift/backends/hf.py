@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Cache, DynamicCache
 
 from kvdrift.errors import ModelError
@@ -32,7 +32,7 @@ class HFBackend:
         Whether the model's forward has these arguments.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: Any) -> None:
         self.module = module
         parameters = inspect.signature(module.forward).parameters
         self.takes_positions = "position_ids" in parameters
@@ -48,7 +48,7 @@ class HFBackend:
     @property
     def input_device(self) -> torch.device:
         """Where token ids go: the device of the input embeddings."""
-        return self.module.get_input_embeddings().weight.device  # type: ignore[operator, union-attr]
+        return self.module.get_input_embeddings().weight.device
 
     def new_cache(self) -> Cache:
         """An empty cache whose layers follow the model's config (sliding layers keep their window only)."""
@@ -96,10 +96,10 @@ class HFBackend:
             yield
             return
         try:
-            self.module.set_attn_implementation(name)  # type: ignore[operator]
+            self.module.set_attn_implementation(name)
         except (ValueError, ImportError) as error:
             raise ModelError(f"This model cannot run attn={name!r}: {error}") from error
         try:
             yield
         finally:
-            self.module.set_attn_implementation(before)  # type: ignore[operator]
+            self.module.set_attn_implementation(before)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib import metadata
 from typing import Annotated
 
 import typer
@@ -26,16 +25,11 @@ app.command()(report.report)
 app.add_typer(models.app, name="models")
 
 
-def _version() -> str:
-    try:
-        return metadata.version("kvdrift")
-    except metadata.PackageNotFoundError:
-        return "unknown (kvdrift is not installed)"
-
-
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(_version())
+        from kvdrift import __version__
+
+        typer.echo(__version__)
         raise typer.Exit
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvdrift.cli import console
-from kvdrift.cli.command import command_line
+from kvdrift.cli.command import command_line, portable
 from kvdrift.cli.running import resumable
 
 MODEL = "smollm2-135m"
@@ -28,7 +28,7 @@ def demo(
 ) -> None:
     """Trace a small real model on built-in word problems and write an HTML report."""
     console.check_target(out)
-    command = command_line("demo", [], {"--model": None if model == MODEL else model, "--quick": quick})
+    command = command_line("demo", [], {"--model": None if model == MODEL else portable(model), "--quick": quick})
     with console.working():
         from kvdrift.demo_prompts import DEMO_PROMPTS
         from kvdrift.drift.compare import compare

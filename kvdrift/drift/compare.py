@@ -144,8 +144,7 @@ def compare(
         for number, (ids, length) in enumerate(zip(encoded, lengths, strict=True)):
             drift = store.load(number)
             if drift is None:
-                text = given[number] if isinstance(given[number], str) else None
-                prompt = Prompt(tuple(ids), tuple(model.token_text(token) for token in ids), text)
+                prompt = model.label(given[number], ids)
                 drift = job.run(prompt, None if forced is None else forced[number], length, bar.update)
                 store.save(number, drift)
             drifts.append(drift)

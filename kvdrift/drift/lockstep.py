@@ -223,7 +223,8 @@ class Lockstep:
 
     def _measure(self, a: _Live, b: _Live, floors: list[_Live], token: int | None, tokens: list[int]) -> Arrays:
         """One step of everything; the numbers of this step."""
-        plan, before = self.plan, (copy.copy(a), copy.copy(b)) if self.plan.self_drift else ()
+        plan = self.plan
+        earlier = [copy.copy(live) for live in (a, b)] if plan.self_drift else []  # keeps their K/V a step longer
         forks: list[Run] = []
         if token is not None and plan.local_layers:
             reordered = [(*a.run.controls, ReRoll(seed)) for seed in plan.seeds]
@@ -235,9 +236,9 @@ class Lockstep:
         self._refuse_nonfinite(a, tokens)
         found |= _under("drift", self._drift(a, b, tokens))
         found |= self._floor(a, floors, token)
-        if plan.self_drift and token is not None:
-            for name, live, earlier in (("self_a", a, before[0]), ("self_b", b, before[1])):
-                found |= _under(name, self._self_drift(live, earlier))
+        if token is not None:
+            for name, live, before in zip(("self_a", "self_b"), (a, b), earlier, strict=False):
+                found |= _under(name, self._self_drift(live, before))
         found["top1_a"], found["top1_b"] = (np.array(int(x.logits.argmax())) for x in (a, b))
         return found
 

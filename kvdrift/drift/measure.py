@@ -131,5 +131,5 @@ def pad_stack(rows: Sequence[np.ndarray]) -> np.ndarray:
     empty = np.nan if first.dtype.kind == "f" else (False if first.dtype.kind == "b" else -1)
     stacked = np.full((len(rows), *shape), empty, dtype=first.dtype)
     for place, row in enumerate(rows):
-        stacked[(place, *(slice(size) for size in row.shape))] = row
+        stacked[place, ...][tuple(slice(size) for size in row.shape)] = row
     return stacked

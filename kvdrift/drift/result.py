@@ -14,7 +14,7 @@ from kvdrift.drift import profile, summary
 from kvdrift.errors import InputError, SiteError
 from kvdrift.files import load_tensors, save_tensors
 from kvdrift.models.architecture import Architecture
-from kvdrift.tracing.labels import PathInfo, Prompt
+from kvdrift.models.labels import PathInfo, Prompt
 
 RESIDUAL_SITES = ("embed", "resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post", "final_norm")
 HEAD_SITES = ("q", "k", "v", "z")

@@ -58,7 +58,7 @@ class Float32Head:
 
 def _afters(model: Model) -> list[After]:
     """What models are known to do to the head's output: nothing, a factor, a divisor, a soft-cap."""
-    config = model.hf.config.get_text_config()  # type: ignore[union-attr, operator]
+    config = model.hf.config.get_text_config()
     candidates: list[After] = [lambda x: x]
     if (scale := getattr(config, "logit_scale", None)) is not None:
         candidates.append(lambda x: x * scale)

@@ -211,6 +211,5 @@ def _tokenizer(source: str) -> Any:
 
 
 def _stays_finite(model: Model) -> bool:
-    vocabulary = int(model.tree.embed.num_embeddings)  # type: ignore[arg-type]
-    ids = torch.randint(vocabulary, (1, 32), generator=torch.Generator().manual_seed(0)).to(model.device)
+    ids = torch.randint(model.vocab_size, (1, 32), generator=torch.Generator().manual_seed(0)).to(model.device)
     return bool(model.backend.forward(ids, 0).isfinite().all())

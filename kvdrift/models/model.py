@@ -10,11 +10,12 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kvdrift.backends.hf import HFBackend
 from kvdrift.errors import InputError
 from kvdrift.models.architecture import Architecture, BlockTree, describe, find_blocks
+from kvdrift.models.labels import Prompt
 
 if TYPE_CHECKING:
     from kvdrift.tracing.coverage import Coverage
@@ -39,10 +40,10 @@ class Model:
         Where its blocks, embedding, final norm and LM head are.
     """
 
-    def __init__(self, hf: nn.Module, tokenizer: Any = None, name: str | None = None) -> None:
+    def __init__(self, hf: Any, tokenizer: Any = None, name: str | None = None) -> None:
         self.hf = hf
         self.tokenizer = tokenizer
-        self.name = name or getattr(hf.config, "name_or_path", None) or hf.config.model_type
+        self.name: str = name or getattr(hf.config, "name_or_path", None) or hf.config.model_type
         self.tree: BlockTree = find_blocks(hf)
         self.backend = HFBackend(hf)
 
@@ -61,14 +62,14 @@ class Model:
             If tracing would change a bit of the model's logits.
         """
         # Imported here because tracing builds on this class, and a model is asked for its coverage by everyone.
-        from kvdrift.tracing.coverage import probe
+        from kvdrift.tracing.probe import probe
 
         return probe(self)
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the weights."""
-        return self.tree.embed.weight.dtype  # type: ignore[return-value]
+        return self.hf.get_input_embeddings().weight.dtype
 
     @property
     def dtype_name(self) -> str:
@@ -84,6 +85,11 @@ class Model:
     def attn(self) -> str:
         """The attention implementation in use."""
         return str(self.hf.config._attn_implementation)
+
+    @property
+    def vocab_size(self) -> int:
+        """How many token ids there are: the rows of the input embeddings."""
+        return int(self.hf.get_input_embeddings().num_embeddings)
 
     @cached_property
     def layer_of(self) -> dict[int, int]:
@@ -134,11 +140,10 @@ class Model:
             ids = [int(token) for token in torch.as_tensor(prompt).flatten().tolist()]
         if not ids:
             raise InputError("The prompt is empty; give at least one token or one character of text.")
-        vocabulary = self.tree.embed.num_embeddings
-        outside = [token for token in ids if not 0 <= token < int(vocabulary)]  # type: ignore[arg-type]
+        outside = [token for token in ids if not 0 <= token < self.vocab_size]
         if outside:
             raise InputError(
-                f"Token id {outside[0]} is outside the vocabulary of {self.name} (0 to {vocabulary - 1}); "  # type: ignore[operator]
+                f"Token id {outside[0]} is outside the vocabulary of {self.name} (0 to {self.vocab_size - 1}); "
                 "were these ids made with another tokenizer?"
             )
         return ids
@@ -157,6 +162,11 @@ class Model:
         turn = [{"role": "user", "content": text}]
         rendered = self.tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
         return list(self.tokenizer(rendered, add_special_tokens=False)["input_ids"])
+
+    def label(self, prompt: PromptLike, ids: Sequence[int]) -> Prompt:
+        """A prompt with its ids and their texts, as results carry it."""
+        texts = tuple(self.token_text(token) for token in ids)
+        return Prompt(tuple(ids), texts, prompt if isinstance(prompt, str) else None)
 
     def token_text(self, token: int) -> str:
         """The text of one token id, or the id itself where there is no tokenizer."""

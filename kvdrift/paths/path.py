@@ -65,10 +65,25 @@ class Run(Protocol):
 class Path(Protocol):
     """One way to execute a model over tokens. A third path is a small file with these members."""
 
-    label: str
-    model: Model | None
-    attn: str | None
-    controls: tuple[Control, ...]
+    @property
+    def label(self) -> str:
+        """What tables and figures call it."""
+        ...
+
+    @property
+    def model(self) -> Model | None:
+        """A model of its own, or None to run the one given to the verb."""
+        ...
+
+    @property
+    def attn(self) -> str | None:
+        """An attention implementation, or None for the model's own."""
+        ...
+
+    @property
+    def controls(self) -> tuple[Control, ...]:
+        """Changes of arithmetic."""
+        ...
 
     def start(self, model: Model, ids: Sequence[int], controls: tuple[Control, ...] | None = None) -> Run:
         """Begin a run over a prompt; ``controls`` replaces the path's own where given."""

@@ -14,7 +14,6 @@ from kvdrift.drift import summary
 from kvdrift.drift.result import Drift
 from kvdrift.errors import InputError
 from kvdrift.files import write_atomically
-from kvdrift.provenance import version
 from kvdrift.report import content
 from kvdrift.report.figures import Figure, Missing, drift_figures, families_figure, templates_json
 
@@ -69,6 +68,8 @@ def write_report(path: str | Path, *results: Drift, title: str | None = None, co
     >>> kd.write_report("report.html", drift)
     PosixPath('report.html')
     """
+    from kvdrift import __version__  # this module is read while the package is still being imported
+
     if not results:
         raise InputError("write_report was given no result; give at least one, such as a Drift.")
     for result in results:
@@ -92,7 +93,7 @@ def write_report(path: str | Path, *results: Drift, title: str | None = None, co
             templates=Markup(templates_json()),
             plotlyjs=Markup(get_plotlyjs()),
             glossary=content.GLOSSARY,
-            version=version() or "",
+            version=__version__,
         )
     )
     return write_atomically(path, lambda temporary: _write(temporary, page))

@@ -25,8 +25,10 @@ Where = Literal["current", "all"]
 
 
 def hidden(arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Tensor:
-    """The residual stream among a block's arguments: the first tensor, else ``hidden_states=``."""
-    return next((x for x in arguments if isinstance(x, Tensor)), None) if arguments else keywords["hidden_states"]
+    """The residual stream among a block's arguments: ``hidden_states=``, else the first tensor."""
+    if "hidden_states" in keywords:
+        return keywords["hidden_states"]
+    return next(x for x in arguments if isinstance(x, Tensor))
 
 
 def first_tensor(output: Any) -> Tensor:

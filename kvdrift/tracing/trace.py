@@ -13,7 +13,7 @@ from torch import Tensor
 from kvdrift.errors import SiteError
 from kvdrift.files import load_tensors, save_tensors
 from kvdrift.models.architecture import Architecture
-from kvdrift.tracing.labels import PathInfo, Prompt
+from kvdrift.models.labels import PathInfo, Prompt
 
 Axes = dict[str, tuple[int, ...]]
 """Axis name → the coordinate of each entry: step numbers, layer numbers, heads, absolute positions."""

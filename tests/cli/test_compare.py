@@ -60,7 +60,8 @@ def test_options_reach_the_comparison(folder, monkeypatch, capsys):
     monkeypatch.setattr(comparing, "compare", spy)
     arguments = [
         "compare", str(folder), "--prompt", "one", "--max-new-tokens", "7", "--dtype", "float32",
-        "--control", "bfloat16", "--floor", "2", "--no-local", "--every", "3", "--tokens", "b", "--prefill-chunk", "2", "--seed", "5",
+        "--control", "bfloat16", "--floor", "2", "--no-local", "--every", "3", "--tokens", "b",
+        "--prefill-chunk", "2", "--seed", "5",
     ]  # fmt: skip
     assert main(arguments) == 130
     assert seen["prompts"] == ["one"]

@@ -12,8 +12,6 @@ from kvdrift.errors import InputError, ModelError
 from kvdrift.models.tiny import FAMILIES, supported_attn, tiny
 
 PROMPT = torch.tensor([[5, 9, 100, 33, 7, 8, 250, 301, 12, 44, 17, 61]])
-# the two ways to run these differ by more than summation order: another algorithm for each
-ANOTHER_ALGORITHM = {"mamba"}
 
 
 def state(module):
@@ -52,7 +50,6 @@ def test_a_copy_is_what_from_pretrained_loads(family, dtype):
 def test_upward_is_exact_and_comes_back(family, dtype):
     model = tiny(family, dtype=torch.bfloat16)
     up = cast_copy(model, dtype)
-    assert logits(up).dtype == dtype
     for (name, a), (other, b) in zip(model.named_parameters(), up.named_parameters(), strict=True):
         assert name == other
         assert b.dtype == dtype
@@ -126,7 +123,7 @@ def on_off_distance(model):
     return float((on - off).norm() / off.norm())
 
 
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f not in ANOTHER_ALGORITHM])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_float64_is_clean_with_promotion(family):
     for attn in supported_attn(family):
         model = tiny(family, dtype=torch.float64, attn=attn)
@@ -135,8 +132,13 @@ def test_float64_is_clean_with_promotion(family):
 
 
 def test_promotion_is_needed():
-    """Where norms are hard-coded float32, plain float64 is no reference."""
-    assert on_off_distance(tiny("llama", dtype=torch.float64)) > 1e-10
+    """Hard-coded float32 leaves its rounding in a float64 model, and parts the two paths of some."""
+    model = tiny("llama", dtype=torch.float64)
+    rounded = logits(model)
+    with promote_float32():
+        clean = logits(model)
+    assert 1e-9 < float((rounded - clean).norm() / clean.norm()) < 1e-5
+    assert on_off_distance(tiny("mamba", dtype=torch.float64)) > 1e-9
 
 
 def test_what_is_promoted():

@@ -32,9 +32,7 @@ def browser(tmp_path_factory):
 def opened(browser, drift, tmp_path_factory):
     path = write_report(tmp_path_factory.mktemp("page") / "report.html", drift)
     browser.get(path.as_uri())
-    wait_until(
-        browser, "return document.documentElement.dataset.drawn == document.querySelectorAll('.plot').length"
-    )
+    wait_until(browser, "return document.documentElement.dataset.drawn == document.querySelectorAll('.plot').length")
     return browser
 
 

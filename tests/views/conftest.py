@@ -89,12 +89,15 @@ def build(
         arrays[f"layers/{site}"] = np.arange(n_layers)
         if seeds:
             arrays[f"floor/{site}/rel_l2"] = np.stack([cells(zeros=0) * 1.2 for _ in range(seeds)])
-    if local:
+    if local:  # layer 1 offers no local drift, as a recurrent layer would
+        where = np.delete(np.arange(n_layers), 1) if n_layers > 3 else np.arange(n_layers)
+        arrays["layers/local"] = where
         for site in ("attn_out", "mlp_out", "resid_post"):
-            made = np.where(np.arange(n_layers) == min(2, n_layers - 1), 1e-4, 0.0) * (steps >= 1)[:, None]
-            made = blank(np.broadcast_to(0 * made if all_zero else made, (n_prompts, n_steps, n_layers)))
+            made = np.where(where == min(2, n_layers - 1), 1e-4 * (not all_zero), 0.0) * (steps >= 1)[:, None]
+            made = blank(np.broadcast_to(made, (n_prompts, n_steps, len(where))))
             arrays |= {f"local/{site}/{name}": x for name, x in _site_metrics(made).items()}
-            arrays[f"local_floor/{site}/rel_l2"] = np.stack([cells(zeros=0) * 0.1 for _ in range(max(1, seeds))])
+            floor = np.stack([cells(zeros=0)[..., where] * 0.1 for _ in range(max(1, seeds))])
+            arrays[f"local_floor/{site}/rel_l2"] = floor
     for site in ("embed", "final_norm"):
         rel = blank(np.zeros((n_prompts, n_steps)) if site == "embed" else cells(zeros=0)[..., -1])
         arrays |= {f"drift/{site}/{name}": x for name, x in _site_metrics(rel).items()}

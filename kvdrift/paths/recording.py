@@ -1,0 +1,222 @@
+"""Storage for a recording: allocated when the first step has shown the shapes, filled step by step."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from kvdrift import provenance
+from kvdrift.errors import MemoryBudgetError
+from kvdrift.models.labels import PathInfo, Prompt
+from kvdrift.models.model import Model
+from kvdrift.paths.path import Path, Run
+from kvdrift.paths.sampling import greedy
+from kvdrift.tracing.finite import explain_nonfinite
+from kvdrift.tracing.sites import GLOBAL_SITES, LOGITS, PATTERN
+from kvdrift.tracing.tap import Tap, Values
+from kvdrift.tracing.trace import Axes, Trace, free_memory
+
+Positions = Literal["current", "all"] | Sequence[int]
+SHARE_OF_FREE_MEMORY = 0.5
+"""A recording may take so much of the free memory, unless ``memory_budget`` says otherwise."""
+
+
+class Recording:
+    """One prompt's recording.
+
+    Parameters
+    ----------
+    model, path
+        What runs, and how.
+    wanted
+        Site → layers, or None for all.
+    heads, positions, offload, memory_budget, progress
+        As `kvdrift.record` takes them.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        path: Path,
+        wanted: dict[str, frozenset[int] | None],
+        heads: Sequence[int] | None,
+        positions: Positions,
+        offload: bool,
+        memory_budget: int | None,
+        progress: bool,
+    ) -> None:
+        self.model, self.path, self.offload = model, path, offload
+        self.memory_budget, self.progress = memory_budget, progress
+        self.positions = positions
+        where: Literal["current", "all"] = "current" if positions == "current" else "all"
+        self.tap = Tap(model, wanted, where=where, kv_where=where, heads=heads, keep=True)
+        self.whole: dict[str, Tensor] = {}
+        self.slots: dict[str, dict[int, Tensor]] = {}
+        self.masks: dict[str, Tensor] = {}
+        self.coordinates: dict[str, Axes] = {}
+
+    def run(self, prompt: Prompt, follow: list[int] | None, n_steps: int, bar: tqdm) -> Trace:
+        """Run the path over the prompt and ``n_steps`` predictions, following the tokens given if any."""
+        stop = self.model.eos_ids if follow is None else frozenset()
+        tokens, n_prompt = list(prompt.ids), len(prompt.ids)
+        run = self.path.start(self.model, prompt.ids)
+        try:
+            with self.tap:
+                for number in range(n_steps):
+                    self.tap.steps.clear()
+                    step = run.step(tokens[-1] if number else None)
+                    if step.logits.isnan().any():
+                        raise explain_nonfinite(self.model, tokens, run.attn)
+                    if number == 0:
+                        self._allocate(self.tap.steps, n_steps, n_prompt + n_steps - 1)
+                    self._fill(number, self.tap.steps, run, step.position)
+                    tokens.append(greedy(step.logits, number) if follow is None else follow[number])
+                    bar.update()
+                    if tokens[-1] in stop:
+                        break
+        finally:
+            run.close()
+        return self._finish(prompt, tokens[n_prompt:])
+
+    # --- storage
+
+    def _axes(self, site: str, value: Tensor, n_steps: int, n_positions: int) -> Axes:
+        """Axes of a site, given one layer's value ``[1, …]`` of the first step."""
+        axes: Axes = {"step": tuple(range(n_steps))}
+        if site not in (*GLOBAL_SITES, LOGITS):
+            axes["layer"] = self.tap.layers[site]
+        kept = self.tap.heads
+        if site in ("q", "z", PATTERN):
+            axes["head"] = tuple(kept) if kept is not None else tuple(range(value.shape[1]))
+        if site in ("k", "v"):
+            axes["kv_head"] = self._kv_heads(value.shape[1])
+        if self.positions != "current" and site != LOGITS:
+            axes["position"] = tuple(range(n_positions)) if isinstance(self.positions, str) else tuple(self.positions)
+        if site == PATTERN:
+            axes["key"] = tuple(range(n_positions))
+        else:
+            axes["vocab" if site == LOGITS else "feature"] = tuple(range(value.shape[-1]))
+        return axes
+
+    def _kv_heads(self, n_kept: int) -> tuple[int, ...]:
+        if self.tap.heads is None:
+            return tuple(range(n_kept))
+        group = self.model.architecture.n_heads // self.model.architecture.n_kv_heads
+        return tuple(sorted({head // group for head in self.tap.heads}))
+
+    def _allocate(self, passes: list[Values], n_steps: int, n_positions: int) -> None:
+        shapes: dict[str, dict[int, tuple[int, ...]]] = {}
+        for site, by_layer in passes[-1].items():
+            shapes[site] = {}
+            for layer, value in by_layer.items():
+                axes = self._axes(site, value, n_steps, n_positions)
+                self.coordinates.setdefault(site, axes)
+                shapes[site][layer] = tuple(len(axes[name]) for name in axes if name != "layer")
+        self._check_budget(passes[-1], shapes)
+        for site, layers in shapes.items():
+            first = next(iter(passes[-1][site].values()))
+            device = torch.device("cpu") if self.offload else first.device
+            if len(set(layers.values())) == 1 and "layer" in self.coordinates[site]:
+                shape = next(iter(layers.values()))
+                whole = torch.zeros((shape[0], len(layers), *shape[1:]), dtype=first.dtype, device=device)
+                self.slots[site] = {layer: whole[:, place] for place, layer in enumerate(layers)}
+                self.whole[site] = whole
+            else:
+                self.slots[site] = {
+                    layer: torch.zeros(shape, dtype=first.dtype, device=device) for layer, shape in layers.items()
+                }
+            sizes = [len(values) for name, values in self.coordinates[site].items()]
+            self.masks[site] = torch.zeros(sizes[:-1], dtype=torch.bool)
+
+    def _check_budget(self, values: Values, shapes: dict[str, dict[int, tuple[int, ...]]]) -> None:
+        needed = 0
+        for site, by_layer in shapes.items():
+            for layer, shape in by_layer.items():
+                needed += torch.Size(shape).numel() * values[site][layer].element_size()
+        device = torch.device("cpu") if self.offload else self.model.device
+        budget = self.memory_budget or int(SHARE_OF_FREE_MEMORY * free_memory(device))
+        if needed > budget:
+            raise MemoryBudgetError(
+                f"This recording needs {needed / 1e9:.3g} GB on {device}, and {budget / 1e9:.3g} GB are allowed: "
+                "record fewer sites, layers, positions or steps, set offload=True (keep it on the CPU), or raise "
+                "memory_budget."
+            )
+        if self.progress:
+            print(f"kvdrift: recording about {needed / 1e6:.3g} MB on {device}", file=sys.stderr)
+
+    def _fill(self, number: int, passes: list[Values], run: Run, position: int) -> None:
+        for site, slots in self.slots.items():
+            for place, layer in enumerate(slots):
+                index = (number,) if site in (*GLOBAL_SITES, LOGITS) else (number, place)
+                if site in ("k", "v"):
+                    value = passes[-1][site][layer]
+                    keys = run.key_positions(layer, value.shape[2]) if value.ndim == 4 else [position]
+                    self._write(site, slots[layer][number], self.masks[site][index], value[0], keys)
+                    continue
+                parts = [values[site][layer] for values in passes]
+                if site == PATTERN:
+                    parts = [self._spread(x, run, layer, position) for x in parts[-1:]]
+                if self.positions == "current" or site == LOGITS:
+                    slots[layer][number].copy_(parts[-1][0])
+                    self.masks[site][index] = True
+                    continue
+                rows = torch.cat([part[0] for part in parts], dim=-2)
+                start = position + 1 - rows.shape[-2]
+                self._write(site, slots[layer][number], self.masks[site][index], rows, range(start, position + 1))
+
+    def _write(self, site: str, slot: Tensor, mask: Tensor, rows: Tensor, at: Sequence[int]) -> None:
+        """Write rows ``[…, position, feature]`` that sit at absolute positions ``at``."""
+        if self.positions == "current":
+            slot.copy_(rows)
+            mask[...] = True
+            return
+        place = {p: i for i, p in enumerate(self.coordinates[site]["position"])}
+        pairs = [(place[p], row) for row, p in enumerate(at) if p in place]
+        if not pairs:
+            return
+        to, source = (torch.tensor(x) for x in zip(*pairs, strict=True))
+        slot.index_copy_(
+            slot.ndim - 2, to.to(slot.device), rows.index_select(-2, source.to(rows.device)).to(slot.device)
+        )
+        mask[..., to] = True
+
+    def _spread(self, pattern: Tensor, run: Run, layer: int, position: int) -> Tensor:
+        """A pattern with its key axis at absolute positions."""
+        keys = run.key_positions(layer, pattern.shape[-1])
+        wide = pattern.new_zeros((*pattern.shape[:-1], len(self.coordinates[PATTERN]["key"])))
+        read = [(slot, p) for slot, p in enumerate(keys) if p <= position]
+        slots, places = (torch.tensor(x, device=pattern.device) for x in zip(*read, strict=True))
+        return wide.index_copy_(-1, places, pattern.index_select(-1, slots))
+
+    def _finish(self, prompt: Prompt, fed: list[int]) -> Trace:
+        n = len(fed)
+        tensors: dict[str, Tensor | dict[int, Tensor]] = {}
+        for site, slots in self.slots.items():
+            if site in self.whole:
+                tensors[site] = self.whole[site][:n]
+            elif site in (*GLOBAL_SITES, LOGITS):
+                tensors[site] = slots[0][:n]
+            else:
+                tensors[site] = {layer: tensor[:n] for layer, tensor in slots.items()}
+        return Trace(
+            tensors=tensors,
+            coordinates={site: axes | {"step": tuple(range(n))} for site, axes in self.coordinates.items()},
+            masks={site: mask[:n] for site, mask in self.masks.items()},
+            path=PathInfo(
+                self.path.label,
+                self.model.name,
+                self.model.dtype_name,
+                self.path.attn or self.model.attn,
+                str(self.model.device),
+                tuple(control.label for control in self.path.controls),
+            ),
+            prompt=prompt,
+            fed=tuple(fed),
+            architecture=self.model.architecture,
+            provenance=provenance.collect(self.model) | {"weights": self.model.fingerprint},
+        )

@@ -1,0 +1,277 @@
+"""Finding where a model's sites are by watching a probe pass, and proving that reading them changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from kvdrift.errors import ModelError, NotFaithfulError
+from kvdrift.tracing.coverage import Coverage, Place
+from kvdrift.tracing.seam import AttentionCall, Order, Output, seam
+from kvdrift.tracing.sites import BLOCK_SITES, GLOBAL_SITES, HEAD_SITES, PATTERN
+from kvdrift.tracing.tap import Tap, first_tensor, hidden
+
+if TYPE_CHECKING:
+    from kvdrift.models.model import Model
+
+PROBE_TOKENS = 6
+Prepared = Callable[[], Callable[[], Tensor]]
+"""Prepares a probe pass (fills its cache) and returns the pass itself."""
+
+
+@dataclass
+class _Event:
+    """What one module received or returned in a probe pass."""
+
+    module: nn.Module
+    kind: Literal["input", "output"]
+    value: Tensor
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have the same dtype, shape and bits (NaNs included)."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def probe(model: Model) -> Coverage:
+    """Find where the sites of ``model`` are, and prove that reading them changes nothing.
+
+    Two passes over a few random tokens are watched from every module: one without a cache, one decoding a
+    single token with it. `attn_out` and `mlp_out` are the modules (if any) for which
+    ``resid_mid = resid_pre + attn_out`` and ``resid_post = resid_mid + mlp_out`` hold in every bit in both.
+
+    Raises
+    ------
+    NotFaithfulError
+        If the logits with all taps in place differ in a bit from those without.
+    """
+    with model.evaluating():
+        passes = _passes(model)
+        plain = [prepare()() for prepare in passes]
+        _refuse_module_state(model, passes, plain)
+        coverage = _find(model, passes)
+        _prove(model, coverage, passes, plain)
+    return coverage
+
+
+def _passes(model: Model) -> list[Prepared]:
+    """The probe passes: the whole sequence without a cache, and its last token with one already filled."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(model.vocab_size, (1, PROBE_TOKENS), generator=generator).to(model.device)
+
+    def uncached() -> Callable[[], Tensor]:
+        return lambda: model.backend.forward(ids, 0)
+
+    def decoding() -> Callable[[], Tensor]:
+        cache = model.backend.new_cache()
+        model.backend.forward(ids[:, :-1], 0, cache)
+        return lambda: model.backend.forward(ids[:, -1:], PROBE_TOKENS - 1, cache)
+
+    return [uncached, decoding]
+
+
+class _Watch:
+    """Records what every module inside a block receives and returns, and the attention calls."""
+
+    order = Order.OBSERVE
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.inputs: dict[int, Tensor] = {}
+        self.outputs: dict[int, Tensor] = {}
+        self.events: dict[int, list[_Event]] = {layer: [] for layer in range(len(model.tree.blocks))}
+        self.calls: dict[int, list[int]] = {}
+        self.pattern = False
+        self.norm: Tensor | None = None
+        self.head_input: Tensor | None = None
+
+    def __call__(self, call: AttentionCall, proceed: Callable[[AttentionCall], Output]) -> Output:
+        output = proceed(call)
+        layer = self.model.layer_of.get(id(call.module))
+        if layer is not None:
+            self.calls.setdefault(layer, []).append(call.key.shape[2])
+            self.pattern = output[1] is not None
+        return output
+
+    def run(self, forward: Callable[[], Tensor]) -> _Watch:
+        tree = self.model.tree
+        with ExitStack() as stack:
+            stack.enter_context(seam(self.model.hf, self))
+            for layer, block in enumerate(tree.blocks):
+                for module in block.modules():
+                    self._watch(stack, layer, module, module is block)
+            if tree.final_norm is not None:
+                self._on(stack, tree.final_norm.register_forward_hook(self._saw_norm))
+            if tree.head is not None:
+                self._on(stack, tree.head.register_forward_pre_hook(self._saw_head))
+            forward()
+        return self
+
+    @staticmethod
+    def _on(stack: ExitStack, handle: torch.utils.hooks.RemovableHandle) -> None:
+        stack.callback(handle.remove)
+
+    def _saw_norm(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        self.norm = first_tensor(output)[:, -1].clone()
+
+    def _saw_head(self, _module: nn.Module, args: Any) -> None:
+        self.head_input = args[0][:, -1].clone()
+
+    def _watch(self, stack: ExitStack, layer: int, module: nn.Module, is_block: bool) -> None:
+        def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
+            if "hidden_states" not in kwargs and not any(isinstance(x, Tensor) for x in args):
+                return
+            found = hidden(args, kwargs)
+            if is_block:
+                self.inputs[layer] = found.clone()
+            elif layer in self.inputs and found.shape == self.inputs[layer].shape:
+                self.events[layer].append(_Event(module, "input", found.clone()))
+
+        def after(_module: nn.Module, _args: Any, output: Any) -> None:
+            found = first_tensor(output) if output is not None else None
+            if not isinstance(found, Tensor):
+                return
+            if is_block:
+                self.outputs[layer] = found.clone()
+            elif layer in self.inputs and found.shape == self.inputs[layer].shape:
+                self.events[layer].append(_Event(module, "output", found.clone()))
+
+        self._on(stack, module.register_forward_pre_hook(before, with_kwargs=True))
+        self._on(stack, module.register_forward_hook(after))
+
+
+def _find(model: Model, passes: list[Prepared]) -> Coverage:
+    watched = [_Watch(model).run(prepare()) for prepare in passes]
+    tree, n_layers = model.tree, len(model.tree.blocks)
+    places: dict[str, dict[int, Place]] = {site: {} for site in (*GLOBAL_SITES, *BLOCK_SITES)}
+    reasons: dict[str, str] = {}
+    multiplier = float(getattr(model.hf.config, "residual_multiplier", 1.0) or 1.0)
+
+    places["embed"][0] = Place(model.hf.get_input_embeddings(), "output")
+    if tree.final_norm is not None and all(
+        w.norm is not None and w.head_input is not None and same_bits(w.norm, w.head_input) for w in watched
+    ):
+        places["final_norm"][0] = Place(tree.final_norm, "output")
+    else:
+        reasons["final_norm"] = "no norm module returns what the LM head reads"
+    for layer, block in enumerate(tree.blocks):
+        places["resid_pre"][layer] = Place(block, "input")
+        places["resid_post"][layer] = Place(block, "output")
+        added = _find_added(watched, layer, sorted({1.0, multiplier}))
+        if added is not None:
+            places["attn_out"][layer], places["mlp_out"][layer] = added
+            middle = _find_middle(watched, layer, added[0])
+            if middle is not None:
+                places["resid_mid"][layer] = middle
+    for site in ("attn_out", "mlp_out", "resid_mid"):
+        missing = [layer for layer in range(n_layers) if layer not in places[site]]
+        if missing:
+            why = (
+                "no module reads resid_pre + attn_out alone (a parallel block)"
+                if site == "resid_mid" and len(places["attn_out"]) == n_layers
+                else "no two modules add up to the residual stream one after the other in every bit"
+            )
+            reasons[site] = _in_layers(missing, n_layers) + why
+
+    attention = tuple(
+        layer for layer in range(n_layers) if all(w.calls.get(layer, []) == [PROBE_TOKENS] for w in watched)
+    )
+    missing = [layer for layer in range(n_layers) if layer not in attention]
+    if missing:
+        why = (
+            "attention never calls transformers' attention table (recurrent, linear or older attention)"
+            if not any(w.calls.get(layer) for w in watched for layer in missing)
+            else "attention reads other positions than one key per token"
+        )
+        reasons |= {site: _in_layers(missing, n_layers) + why for site in HEAD_SITES}
+    pattern = bool(attention) and all(w.pattern for w in watched)
+    if not pattern:
+        reasons[PATTERN] = f"attn={model.attn!r} does not return attention weights; load with attn='eager'"
+    return Coverage(places, attention, pattern, n_layers, reasons)
+
+
+def _refuse_module_state(model: Model, passes: list[Prepared], plain: list[Tensor]) -> None:
+    """Refuse a model that keeps what it has read in its modules: two runs of it would disturb each other."""
+    uncached, decoding = passes
+    decode = decoding()
+    uncached()()
+    if not same_bits(decode(), plain[1]):
+        raise ModelError(
+            f"{model.name} keeps state of a run outside its cache (or is not deterministic), so two paths cannot "
+            "advance side by side; kvdrift cannot study it."
+        )
+
+
+def _in_layers(layers: list[int], n_layers: int) -> str:
+    if len(layers) == n_layers:
+        return ""
+    shown = ", ".join(map(str, layers[:8])) + (", …" if len(layers) > 8 else "")
+    return f"in layers {shown}: "
+
+
+def _find_added(watched: list[_Watch], layer: int, scales: list[float]) -> tuple[Place, Place] | None:
+    """The two modules whose outputs are added to the residual, in order; the last ones of equal bits."""
+    found: set[tuple[int, int, float]] | None = None
+    order: list[tuple[int, int, float]] = []
+    names: dict[int, nn.Module] = {}
+    for watch in watched:
+        if layer not in watch.inputs or layer not in watch.outputs:
+            return None
+        outputs = [event for event in watch.events[layer] if event.kind == "output"]
+        names |= {id(event.module): event.module for event in outputs}
+        here: dict[tuple[int, int, float], None] = {}
+        for scale in scales:
+            for i, first in enumerate(outputs):
+                middle = watch.inputs[layer] + first.value * scale
+                for second in outputs[i + 1 :]:
+                    if same_bits(middle + second.value * scale, watch.outputs[layer]):
+                        here[id(first.module), id(second.module), scale] = None
+        found = set(here) if found is None else found & set(here)
+        order = list(here)
+    if not found:
+        return None
+    attn, mlp, scale = [key for key in order if key in found][-1]
+    return Place(names[attn], "output", scale), Place(names[mlp], "output", scale)
+
+
+def _find_middle(watched: list[_Watch], layer: int, attn_out: Place) -> Place | None:
+    """The first module that reads ``resid_pre + attn_out``."""
+    readers: list[int] | None = None
+    names: dict[int, nn.Module] = {}
+    for watch in watched:
+        added = [e for e in watch.events[layer] if e.kind == "output" and e.module is attn_out.module][-1]
+        middle = watch.inputs[layer] + added.value * attn_out.scale
+        events = [e for e in watch.events[layer] if e.kind == "input" and same_bits(e.value, middle)]
+        names |= {id(e.module): e.module for e in events}
+        here = [id(e.module) for e in events]
+        readers = here if readers is None else [key for key in readers if key in here]
+    return Place(names[readers[0]], "input") if readers else None
+
+
+def _prove(model: Model, coverage: Coverage, passes: list[Prepared], plain: list[Tensor]) -> None:
+    """Run the probe passes with every tap in place and compare the logits bit by bit."""
+    sites = dict.fromkeys(coverage.sites)
+    for prepare, untraced in zip(passes, plain, strict=True):
+        run = prepare()
+        with Tap(model, sites, where="all", kv_where="all", coverage=coverage) as taps:
+            traced = run()
+        if not same_bits(traced, untraced):
+            raise NotFaithfulError(
+                f"Tracing {model.name} changes its logits on a probe pass, so kvdrift would measure itself; "
+                "nothing was traced. If the model is not deterministic, make it so first."
+            )
+        silent = [
+            f"{site}[{layer}]"
+            for site, layers in taps.layers.items()
+            for layer in layers
+            if layer not in taps.values.get(site, {})
+        ]
+        if silent:
+            raise NotFaithfulError(f"These sites of {model.name} never fired on a probe pass: {', '.join(silent)}.")

@@ -67,7 +67,8 @@ def _content_hash(tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) ->
     for name in sorted(tensors):
         tensor = tensors[name]
         digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+        if tensor.numel():
+            digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

@@ -38,7 +38,7 @@ def collect(*models: Any) -> dict[str, Any]:
     Parameters
     ----------
     models
-        The models in use (what `kvdrift.load` returns), each described by name, dtypes, attention and device.
+        The models in use (what `kvdrift.load` returns), each described once by name, dtypes, attention and device.
 
     Returns
     -------
@@ -57,7 +57,7 @@ def collect(*models: Any) -> dict[str, Any]:
         "hardware": _hardware(),
         "threads": _threads(),
         "arithmetic": _arithmetic(),
-        "models": [_model(model) for model in models],
+        "models": [_model(model) for model in dict.fromkeys(models)],
     }
 
 
@@ -189,7 +189,7 @@ def _model(model: Any) -> dict[str, Any]:
         "activation_dtype": _short(model.dtype),
         "cache_dtype": _short(model.dtype),
         "attention": str(model.attn),
-        "experts": getattr(config, "_experts_implementation", None),
+        "experts": getattr(config, "_experts_implementation", None) if model.architecture.n_experts else None,
         "devices": sorted({str(p.device) for p in parameters.values()}),
     }
 

@@ -5,6 +5,62 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import functools
+
+import pytest
 import torch
+from jaxtyping import install_import_hook
+
+with install_import_hook(["kvdrift.drift.metrics", "kvdrift.paths.sampling"], "beartype.beartype"):
+    import kvdrift.drift.metrics  # shapes and dtypes of its annotations are checked at run time
+    import kvdrift.paths.sampling  # noqa: F401
+
+from kvdrift.models.load import load
+from kvdrift.models.tiny import tiny
+from kvdrift.tracing import seam
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_hooked():
+    """After every test the attention tables are nobody's."""
+    yield
+    links, tables = list(seam._STATE.links), dict(seam._STATE.tables)
+    assert not links, "a link stayed in the attention seam"
+    assert not tables, "an attention table stayed wrapped"
+
+
+@pytest.fixture(scope="session")
+def tiny_model():
+    """``tiny_model(family, dtype, attn, **overrides)``: a loaded tiny model, shared: do not change it."""
+
+    @functools.lru_cache(maxsize=16)
+    def build(family="llama", dtype=torch.float32, attn="auto", **overrides):
+        return load(tiny(family, dtype=dtype, attn=attn, **overrides), quiet=True)
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def hooks():
+    """``hooks(module)``: every hook in a module's tree; empty when nothing is left behind."""
+
+    def count(module):
+        kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+        return [hook for m in module.modules() for kind in kinds for hook in getattr(m, kind).values()]
+
+    return count
+
+
+@pytest.fixture(scope="session")
+def same_bits():
+    """``same_bits(x, y)``: same dtype, shape and bits, NaNs included."""
+
+    def same(x, y):
+        x, y = torch.as_tensor(x), torch.as_tensor(y)
+        if x.dtype != y.dtype or x.shape != y.shape:
+            return False
+        return x.numel() == 0 or torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
+
+    return same

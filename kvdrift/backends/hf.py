@@ -80,7 +80,13 @@ class HFBackend:
             arguments["position_ids"] = positions.unsqueeze(0)
         if self.takes_logits_to_keep:
             arguments["logits_to_keep"] = 1
-        return self.module(**arguments).logits[0, -1]
+        output = self.module(**arguments)
+        if not hasattr(output, "logits"):
+            raise ModelError(
+                f"{type(self.module).__name__} returns no logits: it has no language-model head; give the causal LM "
+                "that it is the body of."
+            )
+        return output.logits[0, -1]
 
     @contextmanager
     def attention(self, name: str | None) -> Iterator[None]:

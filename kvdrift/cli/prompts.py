@@ -73,16 +73,14 @@ def _prompt(line: str, file: Path, number: int) -> str | list[int]:
     )
 
 
-def numbers(text: str | None, option: str) -> list[int] | None:
-    """``"0,3,5-8"`` as ``[0, 3, 5, 6, 7, 8]``; None stays None.
+def numbers(text: str, option: str) -> list[int]:
+    """``"0,3,5-8"`` as ``[0, 3, 5, 6, 7, 8]``.
 
     Raises
     ------
     InputError
         If it is anything else.
     """
-    if text is None:
-        return None
     found: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
@@ -92,6 +90,6 @@ def numbers(text: str | None, option: str) -> list[int] | None:
     return found
 
 
-def names(text: str | None) -> list[str] | None:
-    """``"a, b"`` as ``["a", "b"]``; None stays None."""
-    return None if text is None else [part.strip() for part in text.split(",") if part.strip()]
+def names(text: str) -> list[str]:
+    """``"a, b"`` as ``["a", "b"]``."""
+    return [part.strip() for part in text.split(",") if part.strip()]

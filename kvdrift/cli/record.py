@@ -40,7 +40,7 @@ def record(
     given = gather(prompt, prompts)
     if path == "off" and prefill_chunk is not None:
         raise InputError("--prefill-chunk belongs to the cached path; leave it out with --path off.")
-    where = positions if positions in ("current", "all") else numbers(positions, "--positions")
+    where = _positions(positions)
     files = output_files(out, len(given))
     for file in files:
         console.check_target(file)
@@ -60,16 +60,25 @@ def record(
             given,
             path=CacheOn(prefill_chunk=prefill_chunk) if path == "on" else CacheOff(),
             sites=names(sites),
-            layers=numbers(layers, "--layers"),
-            heads=numbers(heads, "--heads"),
+            layers=None if layers is None else numbers(layers, "--layers"),
+            heads=None if heads is None else numbers(heads, "--heads"),
             positions=where,
             max_new_tokens=max_new_tokens,
             offload=offload,
             memory_budget=None if memory_gb is None else int(memory_gb * 1e9),
             chat=chat,
         )
+        assert isinstance(traces, list), "a list of prompts gives a list of traces"
         for trace, file in zip(traces, files, strict=True):
             console.say(f"Saved {trace.save(file)}")
+
+
+def _positions(text: str) -> Literal["current", "all"] | list[int]:
+    if text == "current":
+        return "current"
+    if text == "all":
+        return "all"
+    return numbers(text, "--positions")
 
 
 def output_files(out: Path, prompts: int) -> list[Path]:

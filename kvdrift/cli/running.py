@@ -41,7 +41,7 @@ def resumable(model: Model, prompts: list[Any], command: str, compare: Callable[
     try:
         drift = compare(resume=folder)
     except KeyboardInterrupt:
-        raise Interrupted(_what_is_kept(folder, len(prompts))) from None
+        raise Interrupted(_tidy(folder, len(prompts))) from None
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)
     return replace(drift, provenance={**drift.provenance, "command": command})
@@ -61,8 +61,11 @@ def _folder(model: Model, prompts: list[Any], command: str) -> Path:
     return cache_folder() / "unfinished" / name
 
 
-def _what_is_kept(folder: Path | None, prompts: int) -> str:
-    kept = sorted(folder.glob("*.safetensors")) if folder is not None and folder.is_dir() else []
+def _tidy(folder: Path | None, prompts: int) -> str:
+    """Say what an interrupted run leaves behind; a folder without a finished prompt is removed."""
+    kept = [] if folder is None else list(folder.glob("*.safetensors"))
     if not kept:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
         return "Stopped before the first prompt was finished; nothing was kept and nothing was written."
     return f"Stopped; {len(kept)} of {prompts} prompts are finished and kept: the same command goes on from there."

@@ -46,12 +46,12 @@ class ReRoll:
     >>> import torch
     >>> from kvdrift.controls.reroll import ReRoll
     >>> from kvdrift.models.tiny import tiny
-    >>> model, ids = tiny("llama", dtype=torch.bfloat16), torch.tensor([[1, 2, 3]])
+    >>> model, ids = tiny("llama"), torch.tensor([[1, 2, 3]])
     >>> plain = model(ids).logits
     >>> with ReRoll(3).applied(model):
     ...     rerolled = model(ids).logits
-    >>> bool((plain == rerolled).all())
-    False
+    >>> torch.equal(plain, rerolled), torch.allclose(plain, rerolled, atol=1e-3)
+    (False, True)
     """
 
     seed: int

@@ -37,16 +37,20 @@ def concatenate(drifts: Sequence[Drift]) -> Drift:
     if len(drifts) == 1:
         return first
     arrays: Arrays = {}
-    for name in first.arrays:
-        rows = [drift.arrays[name] for drift in drifts if name in drift.arrays]
+    for name in dict.fromkeys(name for drift in drifts for name in drift.arrays):
+        rows = [drift.arrays.get(name) for drift in drifts]
+        like = next(row for row in rows if row is not None)
         if name in SHARED:
-            arrays[name] = max(rows, key=len)
+            arrays[name] = max((row for row in rows if row is not None), key=len)
         elif name.startswith("layers/"):
-            arrays[name] = rows[0]
-        elif name.startswith(_SEED_FIRST):
-            arrays[name] = np.moveaxis(_join([np.moveaxis(row, 1, 0) for row in rows]), 0, 1)
+            arrays[name] = like
         else:
-            arrays[name] = _join(rows)
+            axis = 1 if name.startswith(_SEED_FIRST) else 0
+            first_axis = [
+                _nothing(like, len(drift.prompts)) if row is None else np.moveaxis(row, axis, 0)
+                for row, drift in zip(rows, drifts, strict=True)
+            ]
+            arrays[name] = np.moveaxis(_join(first_axis), 0, axis)
     controls = [drift.control for drift in drifts if drift.control is not None]
     return replace(
         first,
@@ -56,6 +60,11 @@ def concatenate(drifts: Sequence[Drift]) -> Drift:
         control=concatenate(controls) if controls else None,
         notes=tuple(dict.fromkeys(note for drift in drifts for note in drift.notes)),
     )
+
+
+def _nothing(like: np.ndarray, n_prompts: int) -> np.ndarray:
+    """The array of prompts that have no value there (one of a single step has no local drift): empty rows."""
+    return np.empty((n_prompts, *(0,) * (like.ndim - 1)), dtype=like.dtype)
 
 
 def _join(rows: Sequence[np.ndarray]) -> np.ndarray:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path as FilePath
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from kvdrift.controls.precision import cast_copy
 from kvdrift.drift.assemble import concatenate, one_prompt
 from kvdrift.drift.lockstep import Lockstep, Plan
 from kvdrift.drift.result import Drift, PathInfo, Prompt
-from kvdrift.errors import FileError, InputError
+from kvdrift.errors import FileError, InputError, SiteError
 from kvdrift.files import write_atomically
 from kvdrift.models.head import Float32Head
 from kvdrift.models.load import DTYPES, load
@@ -167,7 +167,9 @@ def _forced(model: Model, tokens: Tokens, prompts: list[list[int]]) -> list[list
             raise InputError(f"tokens={tokens!r}: choose 'a', 'b' or give token ids to follow.")
         return None
     lists, _ = as_prompts(tokens)
-    if len(lists) != len(prompts) or any(isinstance(ids, str) for ids in lists):
+    if any(isinstance(ids, str) for ids in lists):
+        raise InputError("tokens: give token ids, not text.")
+    if len(lists) != len(prompts):
         raise InputError(f"tokens: give one list of token ids per prompt ({len(prompts)}), not {len(lists)}.")
     return [model.encode(ids) for ids in lists]
 
@@ -226,7 +228,10 @@ class _Job:
         if sites is None:
             chosen = tuple(site for site, layers in shared.items() if layers)
         else:
-            chosen = tuple(site for site in parse_sites(sites) if site not in (PATTERN, LOGITS))
+            wanted = parse_sites(sites)
+            if PATTERN in wanted:
+                raise SiteError("Patterns are not compared; use kd.record(..., sites=['pattern']) on each path.")
+            chosen = tuple(site for site in wanted if site != LOGITS)
             for site in chosen:
                 one.coverage.resolve(site, None)
                 two.coverage.resolve(site, None)
@@ -244,7 +249,7 @@ class _Job:
         if name not in DTYPES:
             raise InputError(f"control={name!r} is no dtype; choose {', '.join(DTYPES)}.")
         if DTYPES[name] == self.model.dtype:
-            raise InputError(f"control={name!r} is the model's own dtype; choose another, for example float32.")
+            raise InputError(f"control={name!r} is the model's own dtype; choose another one.")
 
         def cast(model: Model) -> Model:
             return Model(cast_copy(model.hf, DTYPES[name]), model.tokenizer, model.name)
@@ -322,8 +327,12 @@ def _info(path: Path, model: Model) -> PathInfo:
 
 def _describe(path: Path) -> dict[str, Any]:
     """A path's own settings (a chunk size, …), by name; its model and controls are described elsewhere."""
-    values = {field.name: getattr(path, field.name) for field in fields(path)}  # type: ignore[arg-type]
-    return {name: value for name, value in values.items() if isinstance(value, (int, str)) or value is None}
+    values = {
+        name: value
+        for name, value in getattr(path, "__dict__", {}).items()
+        if isinstance(value, (int, str)) or value is None
+    }
+    return {"type": type(path).__name__} | values
 
 
 class _Store:
@@ -344,7 +353,10 @@ class _Store:
         settings = json.loads(json.dumps(settings))
         record = self.folder / "settings.json"
         if record.is_file():
-            before = json.loads(record.read_text())
+            try:
+                before = dict(json.loads(record.read_text()))
+            except (OSError, ValueError, TypeError) as error:
+                raise FileError(f"{record} cannot be read ({error}); empty {self.folder} or choose another.") from error
             other = [name for name in settings if settings[name] != before.get(name)]
             if other:
                 raise FileError(

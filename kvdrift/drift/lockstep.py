@@ -205,7 +205,8 @@ class Lockstep:
             sites["final_norm"] = None
         if self.plan.local_layers:
             sites |= dict.fromkeys(("resid_pre", "k", "v", *self.plan.local_sites))
-        return Tap(model, sites, kv_where="all", copy=False)
+        # A cache that writes in place (a static one) would change the previous step's K/V under our hands.
+        return Tap(model, sites, kv_where="all", copy=self.plan.self_drift)
 
     @staticmethod
     def _live(stack: ExitStack, run: Run, tap: Tap) -> _Live:

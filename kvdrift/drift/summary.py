@@ -154,10 +154,12 @@ def _growth(drift: Drift, grows: Growth | None) -> list[str]:
 
 
 def _floor(drift: Drift, grows: Growth | None) -> list[str]:
-    if grows is None or grows.final is None:
+    if grows is None or grows.n_prompts == 0:
         return []
     if not drift.has(findings.SITE, of="floor"):
         return ["Whether it stands above rounding was not measured: there is no rounding floor (floor=0)."]
+    if grows.final is None:
+        return []
     ratio = grows.plateau_over_floor
     if ratio is None:
         return ["Drift and rounding floor cannot be divided in the last layers: both are zero, or not finite."]
@@ -167,6 +169,12 @@ def _floor(drift: Drift, grows: Growth | None) -> list[str]:
             "this says little about other prompts."
         ]
     low, high = ratio.interval
+    over = _count(grows.n_prompts, "prompt")
+    if grows.n_prompts < MIN_PROMPTS:
+        return [
+            f"In the last layers it is {times(ratio.value)} the rounding floor ({_spread(ratio, times)} over {over}); "
+            f"{MIN_PROMPTS} prompts are needed to call it above or below."
+        ]
     if low > 1:
         verdict = "It stands above the rounding floor"
         meaning = "more than summation order alone, which is not by itself a bug"
@@ -175,10 +183,8 @@ def _floor(drift: Drift, grows: Growth | None) -> list[str]:
     else:
         verdict = "It is not distinguishable from the rounding floor"
         meaning = "summation order alone does as much"
-    over = _count(grows.n_prompts, "prompt")
-    rough = f"{over} only, so the interval is rough" if grows.n_prompts < MIN_PROMPTS else f"over {over}"
     return [
-        f"{verdict}: {times(ratio.value)} in the last layers, 95 % interval {_spread(ratio, times)} ({rough}): "
+        f"{verdict}: {times(ratio.value)} in the last layers, 95 % interval {_spread(ratio, times)} over {over}: "
         f"{meaning}."
     ]
 
@@ -240,18 +246,16 @@ def _free(drift: Drift) -> str:
     if not drift.measured.any():
         return ""
     parted = [step for step in drift.free_divergence if step is not None]
-    prompts = len(drift.prompts)
+    prompts = _count(len(drift.prompts), "prompt")
     last = [int(drift.steps[row][-1]) + 1 for row in drift.measured if row.any()]
     limits = [free for free, row in zip(drift.free_steps, drift.measured, strict=True) if row.any()]
     cut = any(free < end for free, end in zip(limits, last, strict=True))
     gaps = drift.steps.size > 1 and int(np.diff(drift.steps).max()) > 1
     if parted:
         when = f"at step {parted[0]}" if len(parted) == 1 else f"first at steps {min(parted)} to {max(parted)}"
-        sentence = f"Left to themselves the two paths part in {len(parted)} of {_count(prompts, 'prompt')}, {when}"
+        sentence = f"Left to themselves the two paths part in {len(parted)} of {prompts}, {when}"
     else:
-        sentence = (
-            f"Left to themselves the two paths write the same text in {_all_prompts(prompts)}, as far as measured"
-        )
+        sentence = f"Left to themselves the two paths write the same text, as far as measured ({prompts})"
     if cut:
         sentence += "; where the tokens fed were not path a's own choice, what follows is not known"
     if gaps:
@@ -322,7 +326,3 @@ def _spread(estimate: Estimate, write: Any) -> str:
 
 def _count(n: int, noun: str) -> str:
     return f"{n:,} {noun}{'' if n == 1 else 's'}"
-
-
-def _all_prompts(prompts: int) -> str:
-    return "the one prompt" if prompts == 1 else f"all {prompts:,} prompts"

@@ -69,11 +69,11 @@ def load(
     'GQA'
     """
     if isinstance(x, Model):
-        return _unchanged(x, dtype, attn)
+        return _unchanged(x, dtype, device, attn)
     if isinstance(x, nn.Module):
         if not hasattr(x, "config") or not hasattr(x, "get_input_embeddings"):
             raise ModelError(f"{type(x).__name__} is not a transformers model; give a causal LM of transformers.")
-        model = _unchanged(Model(x, tokenizer), dtype, attn)
+        model = _unchanged(Model(x, tokenizer), dtype, device, attn)
     elif isinstance(x, (str, Path)):
         model = _from_pretrained(str(x), dtype, device, attn, tokenizer, device_map, quiet)
     else:
@@ -83,12 +83,16 @@ def load(
     return model
 
 
-def _unchanged(model: Model, dtype: str | torch.dtype, attn: str) -> Model:
+def _unchanged(model: Model, dtype: str | torch.dtype, device: str | torch.device, attn: str) -> Model:
     """Check that what is asked of a loaded model is what it is already."""
     if dtype != "auto" and _dtype(dtype) != model.dtype:
         raise InputError(
             f"This model is loaded in {model.dtype_name} and kvdrift does not cast your copy; "
             f"load it with dtype={str(dtype).removeprefix('torch.')!r} instead."
+        )
+    if device != "auto" and (wanted := _device(device)) != model.device and wanted != torch.device(model.device.type):
+        raise InputError(
+            f"This model is on {model.device} and kvdrift does not move your copy; move it with .to({str(device)!r})."
         )
     if attn not in ("auto", model.attn):
         raise InputError(
@@ -115,6 +119,8 @@ def _device(device: str | torch.device) -> torch.device:
         raise InputError(f"device={device!r} is no device; choose auto, cpu, cuda or cuda:N.") from error
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise InputError(f"device={str(device)!r} was asked for, but there is no CUDA device here; use cpu.")
+    if chosen.type not in ("cpu", "cuda") and not (chosen.type == "mps" and torch.backends.mps.is_available()):
+        raise InputError(f"device={str(device)!r} cannot be used here; choose auto, cpu, cuda or cuda:N.")
     if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
         raise InputError(f"device={str(device)!r}: this machine has {torch.cuda.device_count()} CUDA devices.")
     return chosen
@@ -137,6 +143,7 @@ def _from_pretrained(
         options["attn_implementation"] = attn
     if device_map is not None:
         options["device_map"] = device_map
+    _quietly(_check_config, source)  # before anything large is fetched
     if tokenizer is None:
         tokenizer = _tokenizer(source)
 
@@ -145,7 +152,7 @@ def _from_pretrained(
         hf.eval().requires_grad_(False)
         if device_map is None:
             hf.to(where)
-        return Model(hf, tokenizer, name)
+        return Model(hf, tokenizer, Path(name).name if Path(name).is_dir() else name)
 
     if wanted is not None:
         return fetch(wanted)
@@ -169,6 +176,8 @@ def _source(name: str, quiet: bool) -> str:
         if not (folder / "config.json").is_file():
             raise ModelError(f"{name} is a folder without a config.json, so it holds no transformers model.")
         return name
+    if folder.is_file():
+        raise ModelError(f"{name} is a file; give the folder that holds config.json and the weights.")
     if "/" not in name:
         near = presets.suggest(name)
         hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -178,11 +187,21 @@ def _source(name: str, quiet: bool) -> str:
     return name
 
 
-def _pretrained(source: str, **options: Any) -> Any:
+def _check_config(source: str) -> None:
     config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"{source} is an encoder-decoder model; kvdrift studies decoder-only language models.")
-    return AutoModelForCausalLM.from_pretrained(source, **options)
+
+
+def _pretrained(source: str, **options: Any) -> Any:
+    loaded: Any = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **options)
+    model, found = loaded
+    if missing := sorted(found["missing_keys"]):
+        raise ModelError(
+            f"The weights of {source} are incomplete: {len(missing)} are missing ({missing[0]}, …) and would be random "
+            "numbers; get the whole checkpoint."
+        )
+    return model
 
 
 def _quietly(call: Any, source: str, **options: Any) -> Any:
@@ -191,7 +210,9 @@ def _quietly(call: Any, source: str, **options: Any) -> Any:
     hf_logging.disable_progress_bar()
     try:
         return call(source, **options)
-    except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
+    except ModelError:
+        raise
+    except Exception as error:  # transformers and safetensors raise many kinds
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(
             f"Cannot load {source!r}: {reason} "
@@ -206,7 +227,7 @@ def _tokenizer(source: str) -> Any:
     """The tokenizer beside the weights, or None where there is none."""
     try:
         return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, ImportError, TypeError):
+    except Exception:  # transformers raises many kinds; prompts are token ids then
         return None
 
 

@@ -137,7 +137,7 @@ class Model:
         if isinstance(prompt, str):
             ids = self._encode_text(prompt, chat)
         else:
-            ids = [int(token) for token in torch.as_tensor(prompt).flatten().tolist()]
+            ids = _ids(prompt)
         if not ids:
             raise InputError("The prompt is empty; give at least one token or one character of text.")
         outside = [token for token in ids if not 0 <= token < self.vocab_size]
@@ -208,6 +208,20 @@ class Model:
         return f"<b>{html.escape(head)}</b><br>{html.escape(rest)}"
 
 
+def _ids(prompt: Sequence[int] | Tensor) -> list[int]:
+    try:
+        ids = torch.as_tensor(prompt)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(f"A prompt is text, a flat list of token ids or a tensor of them: {error}.") from error
+    if ids.numel() == 0:
+        return []
+    if ids.ndim not in (1, 2) or (ids.ndim == 2 and ids.shape[0] != 1):
+        raise InputError(f"One prompt has shape [n] or [1, n], not {list(ids.shape)}; give several as a list.")
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise InputError(f"Token ids are integers, not {ids.dtype}; convert them first.")
+    return [int(token) for token in ids.flatten().tolist()]
+
+
 def as_prompts(prompts: Any) -> tuple[list[PromptLike], bool]:
     """Split what a user gave into prompts.
 
@@ -234,7 +248,7 @@ def as_prompts(prompts: Any) -> tuple[list[PromptLike], bool]:
         raise InputError(f"Prompts are text, token ids or a list of those, not {type(prompts).__name__}.")
     if not prompts:
         raise InputError("The prompt is empty; give at least one token or one character of text.")
-    if all(isinstance(token, int) for token in prompts):
+    if all(isinstance(token, int) and not isinstance(token, bool) for token in prompts):
         return [list(prompts)], False
     if all(isinstance(prompt, (str, list, tuple, Tensor)) for prompt in prompts):
         return list(prompts), True

@@ -96,8 +96,9 @@ def record(
     n_layers, n_heads = used.architecture.n_layers, used.architecture.n_heads
     default = [site for site in DEFAULT_SITES if site in used.coverage.sites]
     wanted = choose_layers(parse_sites(default if sites is None else sites), layers, n_layers)
-    if heads is not None and any(not 0 <= head < n_heads for head in heads):
+    if heads is not None and (not len(heads) or any(not 0 <= head < n_heads for head in heads)):
         raise SiteError(f"heads={list(heads)}: {used.name} has query heads 0 to {n_heads - 1}.")
+    positions = positions if isinstance(positions, str) else [int(position) for position in positions]
     lengths = [max_new_tokens if ids is None else len(ids) for ids in followed]
     for ids, length in zip(encoded, lengths, strict=True):
         used.check_length(len(ids), length)
@@ -125,5 +126,5 @@ def _check_positions(positions: Positions, n_positions: int) -> None:
             raise InputError(f"positions={positions!r}: choose 'current', 'all' or a list of absolute positions.")
         return
     outside = [p for p in positions if not 0 <= p < n_positions]
-    if outside or not positions:
-        raise SiteError(f"positions={list(positions)}: this run has positions 0 to {n_positions - 1}.")
+    if outside or not positions or len(set(positions)) < len(positions):
+        raise SiteError(f"positions={list(positions)}: give some of 0 to {n_positions - 1}, each once.")

@@ -11,7 +11,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from kvdrift import provenance
-from kvdrift.errors import MemoryBudgetError
+from kvdrift.errors import MemoryBudgetError, SiteError
 from kvdrift.models.labels import PathInfo, Prompt
 from kvdrift.models.model import Model
 from kvdrift.paths.path import Path, Run
@@ -70,7 +70,7 @@ class Recording:
                 for number in range(n_steps):
                     self.tap.steps.clear()
                     step = run.step(tokens[-1] if number else None)
-                    if step.logits.isnan().any():
+                    if step.logits.isnan().any() or step.logits.isposinf().any():
                         raise explain_nonfinite(self.model, tokens, run.attn)
                     if number == 0:
                         self._allocate(self.tap.steps, n_steps, n_prompt + n_steps - 1)
@@ -110,6 +110,13 @@ class Recording:
         return tuple(sorted({head // group for head in self.tap.heads}))
 
     def _allocate(self, passes: list[Values], n_steps: int, n_positions: int) -> None:
+        silent = [site for site in self.tap.layers if site not in passes[-1]]
+        if silent:
+            attn = self.path.attn or self.model.attn
+            raise SiteError(
+                f"{', '.join(silent)} never fired with attn={attn!r} on {self.path.label}; leave it out, or load the "
+                "model with the attention implementation of the path."
+            )
         shapes: dict[str, dict[int, tuple[int, ...]]] = {}
         for site, by_layer in passes[-1].items():
             shapes[site] = {}
@@ -119,16 +126,19 @@ class Recording:
                 shapes[site][layer] = tuple(len(axes[name]) for name in axes if name != "layer")
         self._check_budget(passes[-1], shapes)
         for site, layers in shapes.items():
-            first = next(iter(passes[-1][site].values()))
+            values = passes[-1][site]
+            first = next(iter(values.values()))
             device = torch.device("cpu") if self.offload else first.device
-            if len(set(layers.values())) == 1 and "layer" in self.coordinates[site]:
+            alike = len({(shape, values[layer].dtype) for layer, shape in layers.items()}) == 1
+            if alike and "layer" in self.coordinates[site]:
                 shape = next(iter(layers.values()))
                 whole = torch.zeros((shape[0], len(layers), *shape[1:]), dtype=first.dtype, device=device)
                 self.slots[site] = {layer: whole[:, place] for place, layer in enumerate(layers)}
                 self.whole[site] = whole
             else:
                 self.slots[site] = {
-                    layer: torch.zeros(shape, dtype=first.dtype, device=device) for layer, shape in layers.items()
+                    layer: torch.zeros(shape, dtype=values[layer].dtype, device=device)
+                    for layer, shape in layers.items()
                 }
             sizes = [len(values) for name, values in self.coordinates[site].items()]
             self.masks[site] = torch.zeros(sizes[:-1], dtype=torch.bool)
@@ -139,7 +149,9 @@ class Recording:
             for layer, shape in by_layer.items():
                 needed += torch.Size(shape).numel() * values[site][layer].element_size()
         device = torch.device("cpu") if self.offload else self.model.device
-        budget = self.memory_budget or int(SHARE_OF_FREE_MEMORY * free_memory(device))
+        budget = self.memory_budget
+        if budget is None:
+            budget = int(SHARE_OF_FREE_MEMORY * free_memory(device))
         if needed > budget:
             raise MemoryBudgetError(
                 f"This recording needs {needed / 1e9:.3g} GB on {device}, and {budget / 1e9:.3g} GB are allowed: "

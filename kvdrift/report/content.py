@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 
 from kvdrift.drift import findings, summary
+from kvdrift.drift.profile import MIN_PROMPTS
 from kvdrift.drift.result import LOGIT_METRICS, Drift
 from kvdrift.drift.summary import number, times
 from kvdrift.provenance import prompt_hash
@@ -125,12 +127,20 @@ def _growth_tiles(drift: Drift) -> list[Tile]:
     plateau = Tile("plateau", number(grows.plateau.value), where)
     ratio = grows.plateau_over_floor
     if ratio is None:
-        return [plateau, Tile("against the floor", "not measured", "no floor to divide by", "quiet")]
+        return [plateau, Tile("vs rounding floor", "not measured", "no floor to divide by", "quiet")]
     if ratio.interval is None:
-        return [plateau, Tile("against the floor", times(ratio.value), "one prompt: no interval", "quiet")]
+        return [plateau, Tile("vs rounding floor", times(ratio.value), "one prompt: no interval", "quiet")]
     low, high = ratio.interval
-    tone = "warn" if low > 1 else ""
-    return [plateau, Tile("against the floor", times(ratio.value), f"95 %: {times(low)} to {times(high)}", tone)]
+    tone = "warn" if low > 1 and grows.n_prompts >= MIN_PROMPTS else ""
+    return [
+        plateau,
+        Tile(
+            "vs rounding floor",
+            times(ratio.value),
+            f"{times(low)} to {times(high)} over {grows.n_prompts} prompts",
+            tone,
+        ),
+    ]
 
 
 def _kl_tile(drift: Drift) -> Tile:
@@ -297,7 +307,7 @@ def _beginning(text: str, limit: int = 140) -> str:
 def provenance(drift: Drift) -> list[Group]:
     """Everything the numbers depend on, as groups of names and values."""
     groups = [
-        Group("paths", [row for side, info in (("a", drift.a), ("b", drift.b)) for row in _path_rows(side, info)]),
+        Group("paths", _path_rows(drift)),
         Group("architecture", [("summary", str(drift.architecture))]),
     ]
     loose = {}
@@ -314,14 +324,16 @@ def provenance(drift: Drift) -> list[Group]:
     if loose:
         groups.append(Group("other", [(_words(name), _plain(value)) for name, value in loose.items()]))
     if drift.control is not None:
-        groups.append(Group(f"control ({drift.control.a.dtype})", _path_rows("a", drift.control.a)))
+        groups.append(Group(f"control ({drift.control.a.dtype})", _path_rows(drift.control)))
     return [group for group in groups if group.rows]
 
 
-def _path_rows(side: str, info: Any) -> list[tuple[str, str]]:
-    values = {f.name: getattr(info, f.name) for f in fields(info)}
-    values["model"] = summary.model_name(values["model"])
-    return [(f"{side}: {_words(name)}", _plain(value)) for name, value in values.items()]
+def _path_rows(drift: Drift) -> list[tuple[str, str]]:
+    rows = []
+    for field in fields(drift.a):
+        a, b = (_plain(getattr(info, field.name)) for info in (drift.a, drift.b))
+        rows.append((_words(field.name), a if a == b else f"a: {a}; b: {b}"))
+    return rows
 
 
 def _words(name: str) -> str:
@@ -335,7 +347,16 @@ def _plain(value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, dict):
         return "; ".join(f"{key} = {_plain(item)}" for key, item in value.items())
+    if isinstance(value, list | tuple) and _is_range(value):
+        return f"{value[0]} to {value[-1]}"
     if isinstance(value, list | tuple):
         return ", ".join(_plain(item) for item in value)
     text = str(value)
     return summary.model_name(text)
+
+
+def _is_range(values: Sequence[Any]) -> bool:
+    """Whether these are more than three whole numbers that follow each other."""
+    if len(values) < 4 or any(type(value) is not int for value in values):
+        return False
+    return list(values) == list(range(values[0], values[0] + len(values)))

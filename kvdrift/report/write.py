@@ -24,6 +24,7 @@ class Section:
 
     id: str
     heading: str
+    what: str
     tiles: list[content.Tile]
     reading: list[str]
     notes: list[str]
@@ -114,15 +115,19 @@ def _environment() -> jinja2.Environment:
 
 
 def _title(drifts: Sequence[Drift]) -> str:
-    names = list(dict.fromkeys(f"{summary.model_name(d.a.model)} in {d.a.dtype}" for d in drifts))
-    return f"Cache drift of {' and '.join(names)}"
+    return f"Cache drift of {' and '.join(dict.fromkeys(_name(drift) for drift in drifts))}"
+
+
+def _name(drift: Drift) -> str:
+    return f"{summary.model_name(drift.a.model)} in {drift.a.dtype}"
 
 
 def _section(drift: Drift, number: int, command: str | None) -> Section:
     drawn, missing = drift_figures(drift, f"result-{number}")
     return Section(
         id=f"result-{number}",
-        heading=summary.headline(drift),
+        heading=f"{number}. {_name(drift)}",
+        what=summary.headline(drift),
         tiles=content.tiles(drift),
         reading=summary.reading(drift),
         notes=list(drift.notes),

@@ -145,7 +145,7 @@ class Tap:
         if not self.enabled:
             return
         if LOGITS in self.layers:
-            self.values[LOGITS] = {0: output.logits[:, -1].clone()}
+            self.values[LOGITS] = {0: _logits(output)[:, -1].clone()}
         if self.keep:
             self.steps.append(self.values)
 
@@ -174,6 +174,13 @@ class Tap:
         elif self.copy or not kv:
             tensor = tensor.clone()
         self.values.setdefault(site, {})[layer] = tensor
+
+
+def _logits(output: Any) -> Tensor:
+    """The logits among a model's outputs: by name, or the first ``[batch, position, vocab]`` of a tuple."""
+    if isinstance(output, tuple):
+        return next(x for x in output if isinstance(x, Tensor) and x.ndim == 3)
+    return output.logits
 
 
 @contextmanager
@@ -234,6 +241,6 @@ def tap(
     wrapped = load(model, quiet=True)
     wanted = choose_layers(parse_sites(sites), layers, wrapped.architecture.n_layers)
     n_heads = wrapped.architecture.n_heads
-    if heads is not None and any(not 0 <= head < n_heads for head in heads):
+    if heads is not None and (not len(heads) or any(not 0 <= head < n_heads for head in heads)):
         raise SiteError(f"heads={list(heads)}: this model has query heads 0 to {n_heads - 1}.")
     return Tap(wrapped, wanted, where=positions, kv_where=positions, heads=heads, keep=True)

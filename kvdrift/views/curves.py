@@ -13,7 +13,7 @@ from kvdrift.drift import findings, profile
 from kvdrift.drift.result import RESIDUAL_SITES, Drift
 from kvdrift.errors import SiteError
 from kvdrift.views.scale import log_ticks
-from kvdrift.views.theme import FLOOR, FLOOR_LINE
+from kvdrift.views.theme import FLOOR, FLOOR_LINE, NOT_FINITE
 from kvdrift.views.words import cell_text, layer_kinds
 
 BAND_LIMIT = 20  # floor curves up to which the band shows their whole range
@@ -158,13 +158,13 @@ class LogAxis:
         top = 10**self.high
         return np.where(values == 0, self.zero or np.nan, np.where(np.isinf(values), top, values))
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self, zero_label: str = "bit-identical") -> dict[str, Any]:
         """Settings of the Plotly axis."""
         ticks = log_ticks(self.low, self.high) if self.ordinary else []
         low = self.low
         if self.zero is not None:
             low = float(np.log10(self.zero)) - 0.05 * (self.high - self.low)
-            ticks = [(float(np.log10(self.zero)), "bit-identical"), *ticks]
+            ticks = [(float(np.log10(self.zero)), zero_label), *ticks]
         return {
             "type": "log",
             "range": [low, self.high],
@@ -217,15 +217,23 @@ def curve_traces(
             band(x, low, high, fillcolor=fill, line={"width": 0}, name="95 % interval over prompts",
                  legendgroup=name, showlegend=False, **style)
         )  # fmt: skip
-    symbols = np.where(np.isinf(shape.median), "x", np.where(shape.median == 0, "circle-open", "circle"))
+    finite = np.isfinite(shape.median)
+    details = hover(drift, shape)
     traces.append(
         go.Scatter(
-            x=x, y=axis.place(shape.median), mode="lines+markers", name=name, legendgroup=name,
-            line={"color": colour, "width": 2.5},
-            marker={"size": 6, "symbol": symbols.tolist()},
-            customdata=hover(drift, shape), hovertemplate=HOVER, **style,
+            x=x, y=np.where(finite, axis.place(shape.median), np.nan), mode="lines+markers", name=name,
+            legendgroup=name, line={"color": colour, "width": 2.5}, customdata=details, hovertemplate=HOVER,
+            marker={"size": 6, "symbol": np.where(shape.median == 0, "circle-open", "circle").tolist()}, **style,
         )
     )  # fmt: skip
+    if drift.counted.any() and not finite.all():
+        traces.append(
+            go.Scatter(
+                x=x[~finite], y=np.full((~finite).sum(), 10**axis.high), mode="markers", name=f"{name}: NaN / inf",
+                legendgroup=name, marker={"size": 10, "symbol": "x", "color": NOT_FINITE}, cliponaxis=False,
+                customdata=details[~finite], hovertemplate=HOVER, **style,
+            )
+        )  # fmt: skip
     return traces
 
 

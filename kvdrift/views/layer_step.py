@@ -86,7 +86,7 @@ def layer_step(
             coloraxis="coloraxis",
             visible=s == site,
             opacity=float(p == prompt),
-            hoverinfo="all" if p == prompt else "skip",
+            zorder=int(p == prompt),
             **_hover(drift, p, s, metrics, stride),
         )
     fig.update_layout(coloraxis=scales[metric].coloraxis())
@@ -109,12 +109,10 @@ def layer_step(
             [[{"z": colours[m]}, {"coloraxis": scales[m].coloraxis()}] for m in metrics],
         ),
     ]
-    # Sites switch visibility and metrics switch colours; prompts switch opacity, so that all three combine.
+    # Sites switch visibility and metrics switch colours; prompts switch opacity and order, so that all three combine.
     shown = [
-        [{"opacity": [float(p == chosen) for p, _ in states],
-          "hoverinfo": ["all" if p == chosen else "skip" for p, _ in states]}]
-        for chosen in prompts
-    ]  # fmt: skip
+        [{"opacity": [float(p == c) for p, _ in states], "zorder": [int(p == c) for p, _ in states]}] for c in prompts
+    ]
     menus += prompt_menu(drift, prompts, prompt, shown)
     title = title_text(
         takeaway.growth(drift, site),

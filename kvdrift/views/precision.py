@@ -40,7 +40,8 @@ def precision(drift: Drift, *, site: str = "resid_post", dark: bool = False) -> 
     Examples
     --------
     >>> import kvdrift as kd
-    >>> model = kd.load(kd.models.tiny("llama", dtype="bfloat16"))
+    >>> import torch
+    >>> model = kd.load(kd.models.tiny("llama", dtype=torch.bfloat16))
     >>> drift = kd.compare(model, [1, 2, 3], control="float32", max_new_tokens=4, progress=False)
     >>> kd.views.precision(drift).show()
     """
@@ -85,7 +86,7 @@ def precision(drift: Drift, *, site: str = "resid_post", dark: bool = False) -> 
     fig.update_yaxes(**axis.settings(), matches="y")
     fig.update_yaxes(title_text="relative L2 drift, ‖a−b‖ / ‖b‖", row=1, col=1)
     fig.update_yaxes(showticklabels=False, row=1, col=2)
-    fig.update_yaxes(title_text="KL(b‖a) in nats", matches=None, **kl_axis.settings(), row=1, col=3)
+    fig.update_yaxes(title_text="KL(b‖a) in nats", matches=None, **kl_axis.settings("exactly 0"), row=1, col=3)
     fig.update_layout(legend={"orientation": "h", "x": 0, "y": -0.14, "yanchor": "top"}, margin={"b": 100})
     title = title_text(
         takeaway.precision(drift, control, site),
@@ -121,6 +122,6 @@ def _kl_trace(drift: Drift, axis: LogAxis, name: str, colour: str, x: int) -> go
             "size": np.where(flip, 8, 5), "color": np.where(flip, FLIP, colour).tolist(), "opacity": 0.8,
             "symbol": np.where(flip, "x", "circle").tolist(),
         },
-        customdata=cell_text(values), text=texts,
+        customdata=cell_text(values, "0"), text=texts,
         hovertemplate=f"{name}<br>KL: <b>%{{customdata}}</b> nats<br>%{{text}}<extra></extra>",
     )  # fmt: skip

@@ -22,7 +22,7 @@ def growth(drift: Drift, site: str) -> str:
     if found.final is None or found.plateau is None:
         if np.nanmax(np.nan_to_num(drift.values(site)[drift.counted])) > 0:
             return f"At {site} the median drift is zero at every layer: most steps are bit-identical"
-        return f"Bit-identical: the two paths agree in every bit at {site}, in every layer and step"
+        return f"Bit-identical: the two paths agree in every bit at {site}, in every layer and counted step"
     start = _start(drift, shape.layers, shape.median)
     reached = "has no plateau"
     if found.plateau_layer is not None:
@@ -114,7 +114,8 @@ def tokens(drift: Drift, prompt: int) -> str:
     if n == 0:
         return f"No step of prompt {prompt} was measured"
     if same == n:
-        return f"The two paths choose the same token at all {n} measured steps of prompt {prompt}"
+        where = f"all {n} measured steps" if n > 1 else "the one measured step"
+        return f"The two paths choose the same token at {where} of prompt {prompt}"
     text = f"The two paths choose the same token at {same} of {n} steps"
     step = drift.free_divergence[prompt]
     if step is None:
@@ -131,6 +132,8 @@ def tokens(drift: Drift, prompt: int) -> str:
 
 def precision(drift: Drift, control: Drift, site: str) -> str:
     """What the control's dtype does to the plateau, the KL and the flips."""
+    if not drift.counted.any():
+        return "No step after step 0 was measured, so there is nothing to compare"
     ends = [_plateau(d, site) for d in (drift, control)]
     kls = [findings.mean(findings.counted_logits(d, "kl")) for d in (drift, control)]
     flips = [int(d.values("logits", "flip")[d.counted].sum()) if d.has("logits", "flip") else None

@@ -86,9 +86,7 @@ def tokens(drift: Drift, *, prompt: int = 0, dark: bool = False) -> go.Figure:
         ticktext=[label for s in first for label in (f"step {s}…   a", "b")],
         range=[-3 * lines + 1.3, 1.0], showgrid=False, showline=False, ticks="", row=1, col=1,
     )  # fmt: skip
-    settings = axis.settings()
-    settings["ticktext"] = ["exact tie" if t == "bit-identical" else t for t in settings["ticktext"]]
-    fig.update_yaxes(title_text="top-2 margin (logits)", **settings, row=2, col=1)
+    fig.update_yaxes(title_text="top-2 margin (logits)", **axis.settings("exact tie"), row=2, col=1)
     last = max(int(drift.steps.max(initial=0)), 1)
     fig.update_xaxes(
         title_text="step (each step predicts one new token)", range=[-0.7, last + 0.7],
@@ -183,8 +181,8 @@ def _hover(drift: Drift, prompt: int, rows: np.ndarray) -> np.ndarray:
     table: list[list[Any]] = []
     for i, row in enumerate(rows):
         sides = [f"{path} {'exact tie' if ties[k][i] else number(float(margins[k][i]))}" for k, path in enumerate("ab")]
-        nats = "0 (bit-identical)" if kl[i] == 0 else f"{number(float(kl[i]))} nats"
-        table.append([int(drift.steps[row]), texts[row], f"top-2 margin: {', '.join(sides)}", f"KL: {nats}"])
+        nats = f"KL: {number(float(kl[i]))} nats"
+        table.append([int(drift.steps[row]), texts[row], f"top-2 margin: {', '.join(sides)}", nats])
     return np.array(table, dtype=object).reshape(len(rows), 4)
 
 

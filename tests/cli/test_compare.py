@@ -145,6 +145,7 @@ def test_ctrl_c_before_the_first_prompt_is_done(folder, cache, tmp_path, monkeyp
     assert main(["compare", str(folder), *THREE, *QUICK, "--save", str(saved)]) == 130
     assert "nothing was written" in capsys.readouterr().err
     assert not saved.exists()
+    assert [path for path in cache.rglob("*") if path.is_file()] == []
 
 
 # --- one sentence and an exit code

@@ -43,7 +43,6 @@ def test_unicode_line_separators_do_not_split_a_line(tmp_path):
 @pytest.mark.parametrize(("text", "found"), [("3", [3]), ("0,3,5-8", [0, 3, 5, 6, 7, 8]), (" 1 , 2 ", [1, 2])])
 def test_numbers(text, found):
     assert numbers(text, "--layers") == found
-    assert numbers(None, "--layers") is None
 
 
 @pytest.mark.parametrize("text", ["", "a", "1-", "-1", "1,,2", "1.5", "5-3"])
@@ -54,4 +53,3 @@ def test_numbers_that_are_none(text):
 
 def test_names():
     assert names("k, v") == ["k", "v"]
-    assert names(None) is None

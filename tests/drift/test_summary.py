@@ -200,6 +200,7 @@ def test_no_local_drift_anywhere_points_elsewhere_only_if_something_differs():
 def test_no_floor_is_said_and_no_verdict_is_given():
     reading = " ".join(summary.reading(make()))
     assert "there is no rounding floor" in reading
+    assert said(make(level=(0.0,) * 4), "there is no rounding floor")
     for claim in ("It stands above", "It stays below", "not distinguishable"):
         assert claim not in reading
 
@@ -224,8 +225,10 @@ def test_one_prompt_gives_no_interval():
     assert "stands above" not in sentence
 
 
-def test_few_prompts_are_called_rough():
-    assert "2 prompts only, so the interval is rough" in said(make(over_floor=(2.0, 3.0)), "stands above")
+def test_few_prompts_get_no_verdict():
+    sentence = said(make(prompts=4, over_floor=(2.0, 3.0)), "the rounding floor")
+    assert "5 prompts are needed to call it above or below" in sentence
+    assert "stands above" not in sentence
 
 
 @pytest.mark.parametrize(("prompts", "bound"), [(1, "95 %"), (20, "14 %")])

@@ -60,6 +60,13 @@ def test_nothing_was_fetched_but_the_file_itself(opened):
     assert [name for name in requests if not name.startswith(("data:", "blob:"))] == []
 
 
+def test_no_button_sends_a_figure_anywhere(opened):
+    titles = opened.execute_script(
+        "return Array.from(document.querySelectorAll('.modebar-btn')).map(button => button.dataset.title)"
+    )
+    assert set(titles) == {"Download plot as a PNG", "Zoom", "Pan", "Reset axes"}
+
+
 def test_no_text_became_markup(opened):
     assert opened.execute_script("return document.querySelectorAll('img').length") == 0
     shown = opened.execute_script("return document.querySelector('#result-1-tokens').textContent")

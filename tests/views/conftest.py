@@ -144,6 +144,7 @@ def _logits(rng, measured, scale, all_zero, seeds) -> dict[str, np.ndarray]:  # 
     shape = measured.shape
     top_a = rng.integers(len(WORDS), size=shape)
     flip = (rng.random(shape) < 0.15) & measured & (np.arange(shape[1]) >= 2) & (not all_zero)
+    flip[0, 3:4] = not all_zero
     margin = np.round(np.exp(rng.standard_normal(shape)) * 8) / 8
     margin = np.where(flip, 0.125, np.maximum(margin, 0.125))
     tie = flip & (rng.random(shape) < 0.6)

@@ -1,0 +1,215 @@
+"""Every view drawn by a real browser: no console errors, the traces are there, the controls do what they say."""
+
+import json
+import shutil
+
+import numpy as np
+import plotly.graph_objects as go
+import pytest
+from plotly.offline import get_plotlyjs
+
+from kvdrift import views
+from kvdrift.views.theme import apply
+
+pytestmark = pytest.mark.browser
+
+NAMES = ("layer_step", "growth", "tokens", "kv_heads", "kv_positions", "precision")
+OPTIONS = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-component-update",
+    "--disable-background-networking", "--disable-sync", "--disable-dev-shm-usage", "--window-size=1200,900",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    driver = shutil.which("chromedriver")
+    if chromium is None or driver is None:
+        pytest.skip("Chromium with chromedriver is not installed")
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    for option in (*OPTIONS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
+        options.add_argument(option)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    page = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+    html = tmp_path_factory.mktemp("page") / "page.html"
+    html.write_text(
+        '<!doctype html><meta charset="utf-8"><body style="margin:0"><div id="gd"></div>'
+        f"<script>window.failures=[];window.onerror=m=>failures.push(m);</script><script>{get_plotlyjs()}</script>",
+        encoding="utf-8",
+    )
+    page.get(html.as_uri())
+    yield page
+    page.quit()
+
+
+def draw(page, fig: go.Figure) -> None:
+    page.set_script_timeout(60)
+    page.execute_async_script(
+        "const [json, done] = arguments; const f = JSON.parse(json); Plotly.purge('gd');"
+        "Plotly.newPlot('gd', f.data, f.layout).then(() => done());",
+        fig.to_json(),
+    )
+
+
+def errors(page) -> list[str]:
+    logged = [entry["message"] for entry in page.get_log("browser") if entry["level"] == "SEVERE"]
+    return logged + page.execute_script("return window.failures.splice(0)")
+
+
+def press(page, menu: str, label: str) -> None:
+    """Click a dropdown and then one of its entries, as a person does."""
+    page.execute_async_script(
+        """
+        const [name, label, done] = arguments;
+        const layout = document.getElementById('gd').layout;
+        const i = layout.updatemenus.findIndex(m => m.name === name);
+        const click = node => node.dispatchEvent(new MouseEvent('click', {bubbles: true}));
+        click(document.querySelectorAll('.updatemenu-header')[i]);
+        setTimeout(() => {
+            const entry = [...document.querySelectorAll('.updatemenu-dropdown-button')]
+                .find(b => b.textContent === label);
+            if (entry) click(entry);
+            setTimeout(() => done(), 300);
+        }, 300);
+        """,
+        menu,
+        label,
+    )
+
+
+def hover_text(page, x: float, y: float) -> str:
+    """Move the mouse to data coordinates of the first subplot and read the box that appears."""
+    from selenium.webdriver.common.action_chains import ActionChains
+
+    place = page.execute_script(
+        "const l = document.getElementById('gd')._fullLayout, box = document.getElementById('gd')"
+        ".getBoundingClientRect(); return [box.left + l.xaxis._offset + l.xaxis.d2p(arguments[0]),"
+        "box.top + l.yaxis._offset + l.yaxis.d2p(arguments[1])]",
+        x,
+        y,
+    )
+    actions = ActionChains(page, duration=50)
+    actions.w3c_actions.pointer_action.move_to_location(1, 1)
+    actions.w3c_actions.pointer_action.move_to_location(int(place[0]), int(place[1]))
+    actions.w3c_actions.pointer_action.pause(0.4)
+    actions.perform()
+    return page.execute_script(
+        "return [...document.querySelectorAll('.hoverlayer .hovertext')].map(n => n.textContent).join('|')"
+    )
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("name", NAMES)
+def test_view_is_drawn(browser, drift, name, dark):
+    fig = getattr(views, name)(drift, dark=dark)
+    draw(browser, fig)
+    assert errors(browser) == []
+    drawn = browser.execute_script("return document.getElementById('gd').data.length")
+    assert drawn == len(fig.data) > 0
+    background = browser.execute_script(
+        "return getComputedStyle(document.querySelector('#gd .main-svg')).backgroundColor"
+    )
+    assert background == ("rgb(21, 24, 30)" if dark else "rgb(255, 255, 255)")
+    marks = "document.querySelectorAll('#gd .hm image, #gd .scatterlayer .trace').length"
+    assert browser.execute_script(f"return {marks}") > 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"n_prompts": 1, "n_steps": 1, "n_kv_heads": 1},
+        {"all_zero": True, "inf": False, "window": None},
+        {"n_layers": 1, "n_steps": 2, "n_prompts": 2, "seeds": 0, "local": False},
+    ],
+    ids=["one step", "bit-identical", "one layer"],
+)
+def test_small_and_empty_drifts_are_drawn(browser, make_drift, name, options):
+    draw(browser, getattr(views, name)(make_drift(**options)))
+    assert errors(browser) == []
+
+
+def test_families_are_drawn(browser, drift, make_drift):
+    fig = views.families([drift, drift.control, make_drift(n_layers=5, model="b", control=False)])
+    draw(browser, fig)
+    assert errors(browser) == []
+    assert browser.execute_script("return document.querySelectorAll('#gd .scatterlayer .trace').length") >= 6
+
+
+def test_browser_holds_the_numbers_of_the_table(browser, drift):
+    draw(browser, views.layer_step(drift))
+    z = browser.execute_script(
+        "return document.getElementById('gd').calcdata.filter(c => c[0].trace.name === 'resid_post, prompt 0')[0][0].z"
+    )
+    table = drift.to_dataframe("layers").query("site == 'resid_post' and prompt == 0")
+    expected = table.pivot(index="layer", columns="step", values="rel_l2").to_numpy(dtype=float)
+    z = np.array(z, dtype=float)
+    np.testing.assert_allclose(10 ** z[expected > 0], expected[expected > 0], rtol=2e-5)
+
+
+def test_site_metric_and_prompt_dropdowns_combine(browser, drift):
+    draw(browser, views.layer_step(drift))
+    press(browser, "site", "attn_out")
+    press(browser, "metric", "max ulps")
+    press(browser, "prompt", "prompt 1: made-up <i>prompt</i> 1")
+    assert errors(browser) == []
+    seen = browser.execute_script(
+        "return document.getElementById('gd').data.filter(t => t.visible && t.opacity).map(t => t.name)"
+    )
+    assert seen == ["attn_out, prompt 1"]
+    title = browser.execute_script("return document.querySelector('.cbcoloraxis').textContent")
+    assert "largest difference (ulps)" in title
+    z = browser.execute_script(
+        "return document.getElementById('gd').data.filter(t => t.visible && t.opacity)[0].z.map(r => [...r])"
+    )
+    shown = np.array(z, dtype=float)[7, 5]
+    table = drift.to_dataframe("layers").query("site == 'attn_out' and prompt == 1 and layer == 7 and step == 5")
+    value = table.max_ulp.item()
+    assert 10**shown == pytest.approx(value, rel=1e-4) if value > 0 else shown < 0
+    text = hover_text(browser, 5, 7)
+    assert "step 5, layer 7, attn_out" in text
+    assert "prompt 1: made-up <i>prompt</i> 1" in text
+    assert "window 8" in text or "full attention" in text
+
+
+def test_sliders_move(browser, drift):
+    for name, stop in (("kv_heads", 6), ("kv_positions", 1)):
+        fig = getattr(views, name)(drift)
+        draw(browser, fig)
+        browser.execute_async_script(
+            "const [i, done] = arguments, gd = document.getElementById('gd');"
+            "Plotly.update(gd, ...gd.layout.sliders[0].steps[i].args).then(() => done());",
+            stop,
+        )
+        assert errors(browser) == []
+        z = browser.execute_script("return document.getElementById('gd').data[0].z.map(r => [...r])")
+        expected = np.array(fig.layout.sliders[0].steps[stop].args[0]["z"][0], dtype=float)
+        np.testing.assert_array_equal(np.array(z, dtype=float), expected)
+
+
+def test_token_text_stays_text(browser, drift):
+    draw(browser, views.tokens(drift))
+    assert errors(browser) == []
+    text = browser.execute_script("return document.getElementById('gd').textContent")
+    words = {drift.token_texts[int(t)] for t in drift.arrays["top1_a"][0]}
+    for shown, token in (("␣<b>bold…", " <b>bold</b>"), ("</script>", "</script>"), ("␣$18", " $18")):
+        assert (shown in text) == (token in words)
+    assert browser.execute_script("return document.querySelectorAll('#gd script').length") == 0
+    bold = "[...document.querySelectorAll('#gd tspan')].filter(t => t.textContent === 'bold').length"
+    assert browser.execute_script(f"return {bold}") == 0
+
+
+def test_a_page_can_switch_between_light_and_dark(browser, drift):
+    draw(browser, views.growth(drift))
+    dark = json.loads(apply(go.Figure(), dark=True).to_json())["layout"]["template"]
+    browser.execute_async_script(
+        "const [t, done] = arguments; Plotly.relayout('gd', {template: t}).then(() => done());", dark
+    )
+    colours = browser.execute_script(
+        "return ['.gtitle', '.xtick text', '.legendtext', '.updatemenu-item-text']"
+        ".map(s => getComputedStyle(document.querySelector('#gd ' + s)).fill)"
+    )
+    assert set(colours) == {"rgb(230, 233, 239)"}
+    assert errors(browser) == []

@@ -86,7 +86,13 @@ def save_tensors(path: str | Path, kind: str, tensors: Mapping[str, Tensor], man
     manifest
         Anything JSON can hold.
     """
-    on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    on_cpu: dict[str, Tensor] = {}
+    stored: set[int] = set()
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().cpu().contiguous()
+        address = tensor.untyped_storage().data_ptr()
+        on_cpu[name] = tensor.clone() if address in stored else tensor  # safetensors refuses shared memory
+        stored.add(address)
     manifest = json.loads(json.dumps(manifest))
     header = {
         "kvdrift": json.dumps(

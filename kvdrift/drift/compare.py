@@ -20,7 +20,6 @@ from kvdrift.drift.lockstep import Lockstep, Plan
 from kvdrift.drift.result import Drift, PathInfo, Prompt
 from kvdrift.errors import FileError, InputError, SiteError
 from kvdrift.files import write_atomically
-from kvdrift.models.head import Float32Head
 from kvdrift.models.load import DTYPES, load
 from kvdrift.models.model import Model, as_prompts
 from kvdrift.paths.cache_off import CacheOff
@@ -140,7 +139,7 @@ def compare(
     store = _Store(resume, job.settings() | {"prompts": encoded, "tokens_given": forced, "lengths": lengths})
     passes = 1 if control is None else 2
     drifts = []
-    with tqdm(total=passes * sum(lengths), desc="compare", unit="step", disable=not progress) as bar:
+    with job, tqdm(total=passes * sum(lengths), desc="compare", unit="step", disable=not progress) as bar:
         for number, (ids, length) in enumerate(zip(encoded, lengths, strict=True)):
             drift = store.load(number)
             if drift is None:
@@ -183,7 +182,7 @@ class _Job:
     b: Path
     plan: Plan
     tokens: str
-    heads: dict[int, Float32Head | None]
+    lockstep: Lockstep
     notes: tuple[str, ...]
     control: _Job | None = None
 
@@ -242,7 +241,15 @@ class _Job:
             local_layers = ()
         local_sites = tuple(s for s in LOCAL_SITES if set(local_layers) <= set(shared[s]))
         plan = Plan(chosen, *timing, seeds, local_sites, local_layers, self_drift)
-        return cls(model, a, b, plan, tokens, {}, tuple(notes))
+        return cls(model, a, b, plan, tokens, Lockstep(a, b, model, plan), tuple(notes))
+
+    def __enter__(self) -> _Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.lockstep.close()
+        if self.control is not None:
+            self.control.lockstep.close()
 
     def in_dtype(self, name: str) -> _Job:
         """The same job on copies of the models cast to another dtype."""
@@ -257,7 +264,8 @@ class _Job:
         def with_copy(path: Path) -> Path:
             return path if path.model is None else replace(path, model=cast(path.model))  # type: ignore[type-var]
 
-        return replace(self, model=cast(self.model), a=with_copy(self.a), b=with_copy(self.b), heads={})
+        model, a, b = cast(self.model), with_copy(self.a), with_copy(self.b)
+        return replace(self, model=model, a=a, b=b, lockstep=Lockstep(a, b, model, self.plan))
 
     def run(self, prompt: Prompt, forced: list[int] | None, n_steps: int, tick: Callable[[], object]) -> Drift:
         """The drift over one prompt, with its control's on the same tokens."""
@@ -270,8 +278,7 @@ class _Job:
             return greedy(logits, step)
 
         stop = self.model.eos_ids if forced is None else frozenset()
-        walk = Lockstep(self.a, self.b, self.model, self.plan, self.heads).walk
-        arrays = one_prompt(walk(prompt.ids, choose, n_steps, stop, tick))
+        arrays = one_prompt(self.lockstep.walk(prompt.ids, choose, n_steps, stop, tick))
         one, two = self.a.model or self.model, self.b.model or self.model
         for site in self.plan.sites:
             if site not in GLOBAL_SITES:

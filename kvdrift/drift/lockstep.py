@@ -125,13 +125,19 @@ class Lockstep:
         The model they run, unless they have their own.
     plan
         What to measure.
-    heads
-        Float32 LM heads by model id, filled at the first step and shared between prompts.
     """
 
-    def __init__(self, a: Path, b: Path, model: Model, plan: Plan, heads: dict[int, Float32Head | None]) -> None:
-        self.a, self.b, self.plan, self.heads = a, b, plan, heads
+    def __init__(self, a: Path, b: Path, model: Model, plan: Plan) -> None:
+        self.a, self.b, self.plan = a, b, plan
         self.model_a, self.model_b = a.model or model, b.model or model
+        self._heads: dict[int, Float32Head | None] = {}
+        self._rerolls = [ReRoll(seed).bind(self.model_a.hf) for seed in plan.seeds]
+
+    def close(self) -> None:
+        """Free what is kept from one prompt to the next: reordered weights and float32 LM heads."""
+        for bound in self._rerolls:
+            bound.close()
+        self._heads.clear()
 
     def walk(
         self,
@@ -170,6 +176,9 @@ class Lockstep:
         steps: list[Arrays] = []
         kept: dict[int, Arrays] = {}
         tokens = list(ids)
+        for bound in self._rerolls:
+            with bound:  # its reordered weights live until `close`, for every run with this seed
+                pass
         with ExitStack() as stack:
             tap_a = stack.enter_context(self._tap(self.model_a))
             tap_b = tap_a if self.model_b is self.model_a else stack.enter_context(self._tap(self.model_b))
@@ -262,9 +271,9 @@ class Lockstep:
         if state is None:
             return None
         key = id(live.run.model)
-        if key not in self.heads:
-            self.heads[key] = Float32Head.find(live.run.model, state, live.logits)
-        head = self.heads[key]
+        if key not in self._heads:
+            self._heads[key] = Float32Head.find(live.run.model, state, live.logits)
+        head = self._heads[key]
         return None if head is None else head(state)
 
     def _floor(self, a: _Live, floors: list[_Live], token: int | None) -> Arrays:

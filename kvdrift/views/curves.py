@@ -61,6 +61,12 @@ class Curve:
         return self.floor.min(axis=0), self.floor.max(axis=0)
 
     @property
+    def drawn(self) -> list[np.ndarray]:
+        """Everything a figure may draw of this curve, to fit an axis to."""
+        edges = [self.floor_median, *self.floor_band] if len(self.floor) else []
+        return [self.prompts, self.median, self.low, self.high, *edges]
+
+    @property
     def floor_words(self) -> str:
         """What the band shows."""
         what = "5 to 95 % of" if len(self.floor) > BAND_LIMIT else "range of"

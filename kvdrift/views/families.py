@@ -47,7 +47,7 @@ def families(
     if not named:
         raise InputError("families needs at least one drift: give a dict of name to drift, or a list.")
     curves = [curve(drift, site) for _, drift in named]
-    axis = LogAxis.of([x for c in curves for x in (c.median, c.low, c.high, c.floor_median)])
+    axis = LogAxis.of([x for c in curves for x in c.drawn])
     fig = go.Figure()
     for i, ((name, drift), shape) in enumerate(zip(named, curves, strict=True)):
         colour = SERIES[i % len(SERIES)]

@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from kvdrift.drift import findings
 from kvdrift.drift.result import Drift
 from kvdrift.drift.summary import times
-from kvdrift.drift.tables import local_on_layers
 from kvdrift.views import takeaway
 from kvdrift.views.choices import MAX_PROMPTS, menu, whole_numbers
 from kvdrift.views.curves import Curve, LogAxis, curve, curve_sites, curve_traces, floor_traces
+from kvdrift.views.local import Local, local
 from kvdrift.views.theme import PATH_A, SERIES, lay_out, title_text
 from kvdrift.views.words import cell_text, counts, escape, layer_kind, prompt_label, versus
 
@@ -27,8 +26,9 @@ def growth(drift: Drift, *, site: str = "resid_post", dark: bool = False) -> go.
 
     Each prompt counts with its median over the steps from 1 on (``drift.per_prompt(site)``); the curve is the
     median of those over prompts, the shade around it a 95 % bootstrap interval over prompts. The grey band spans
-    the re-rolls (every seed and prompt). Where local drift was measured, the layers that make drift by
-    themselves are marked: *source* (the first with any) and *excess* (the first above its floor with confidence).
+    the re-rolls (every seed and prompt). Where local drift was measured, its mean over steps stands beside the mean
+    of its floor, and two layers are marked: *source* (the first with any local drift) and *excess* (the first above
+    its floor with confidence).
 
     Parameters
     ----------
@@ -53,15 +53,12 @@ def growth(drift: Drift, *, site: str = "resid_post", dark: bool = False) -> go.
     chosen = curve(drift, site)
     sites = curve_sites(drift)
     curves = {s: chosen if s == site else curve(drift, s) for s in sites}
-    local = {s: _local(drift, s) for s in sites}
-    axis = LogAxis.of(
-        [x for c in curves.values() for x in (c.prompts, c.low, c.high, c.floor)]
-        + [x for x in local.values() if x is not None]
-    )
+    alone = {s: local(drift, s) for s in sites}
+    axes = {s: _axis(curves[s], alone[s]) for s in sites}
     fig = go.Figure()
     owner: list[str | None] = []
     for s in sites:
-        traces = _site_traces(drift, s, curves[s], local[s], axis)
+        traces = _site_traces(drift, s, curves[s], alone[s], axes[s])
         fig.add_traces([trace.update(visible=_visible(trace, s == site)) for trace in traces])
         owner += [s] * len(traces)
     strip = _layer_strip(drift)
@@ -70,7 +67,7 @@ def growth(drift: Drift, *, site: str = "resid_post", dark: bool = False) -> go.
 
     n_layers = drift.architecture.n_layers
     fig.update_xaxes(title_text="layer", range=[-0.6, n_layers - 0.4], **whole_numbers(n_layers))
-    fig.update_yaxes(title_text="relative L2 drift, ‖a−b‖ / ‖b‖", **axis.settings())
+    fig.update_yaxes(title_text="relative L2 drift, ‖a−b‖ / ‖b‖", **axes[site].settings())
     if strip:
         fig.update_layout(
             yaxis={"domain": [0.09, 1]},
@@ -84,7 +81,7 @@ def growth(drift: Drift, *, site: str = "resid_post", dark: bool = False) -> go.
         args = [
             [
                 {"visible": [o is None or _visible(t, o == s) for o, t in zip(owner, fig.data, strict=True)]},
-                {"title.text": _title(drift, s)},
+                {"title.text": _title(drift, s)} | {f"yaxis.{k}": v for k, v in axes[s].settings().items()},
             ]
             for s in sites
         ]
@@ -107,25 +104,16 @@ def _visible(trace: Any, shown: bool) -> bool | str:
     return "legendonly" if trace.meta == "prompt" else True
 
 
-def _local(drift: Drift, site: str) -> np.ndarray | None:
-    """Median over prompts of local drift, ``[layer]``, or None."""
-    local = findings.over_prompts(drift, site, "local")
-    return None if local is None else local_on_layers(drift, site, local)
+def _axis(shape: Curve, alone: Local | None) -> LogAxis:
+    return LogAxis.of(shape.drawn if alone is None else [*shape.drawn, alone.mean, alone.floor])
 
 
-def _site_traces(drift: Drift, site: str, shape: Curve, local: np.ndarray | None, axis: LogAxis) -> list[go.Scatter]:
+def _site_traces(drift: Drift, site: str, shape: Curve, alone: Local | None, axis: LogAxis) -> list[go.Scatter]:
     x = shape.layers
     traces = floor_traces(shape, x, axis)
     traces += curve_traces(drift, shape, x, axis, name=f"{drift.a.label} against {drift.b.label}", colour=PATH_A)
-    if local is not None:
-        traces.append(
-            go.Scatter(
-                x=x, y=axis.place(local), mode="markers", name="made by the layer alone (local drift)",
-                marker={"color": LOCAL, "size": 7, "symbol": "diamond-open"}, customdata=cell_text(local),
-                hovertemplate="layer %{x}, on equal inputs<br>local drift: <b>%{customdata}</b><extra></extra>",
-            )
-        )  # fmt: skip
-        traces += _onset(drift, axis)
+    if alone is not None:
+        traces += _local_traces(x, alone, axis) + _onset(drift, axis)
     if 1 < len(shape.prompts) <= MAX_PROMPTS:
         for number, row in enumerate(shape.prompts):
             traces.append(
@@ -136,6 +124,28 @@ def _site_traces(drift: Drift, site: str, shape: Curve, local: np.ndarray | None
                     hovertemplate="layer %{x}<br>drift: <b>%{customdata}</b><extra>%{fullData.name}</extra>",
                 )
             )  # fmt: skip
+    return traces
+
+
+def _local_traces(x: np.ndarray, alone: Local, axis: LogAxis) -> list[go.Scatter]:
+    """What each layer makes by itself, and the floor of that."""
+    details = np.stack([cell_text(alone.mean), [f"{share:.0%}" for share in alone.share], cell_text(alone.floor)], 1)
+    traces = [
+        go.Scatter(
+            x=x, y=axis.place(alone.mean), mode="markers", name="made by the layer alone (local drift, mean)",
+            marker={"color": LOCAL, "size": 7, "symbol": "diamond-open"}, customdata=details,
+            hovertemplate="layer %{x}, on bitwise equal inputs<br>local drift: <b>%{customdata[0]}</b> (mean), "
+            "nonzero in %{customdata[1]} of steps<br>its floor: %{customdata[2]}<extra></extra>",
+        )
+    ]  # fmt: skip
+    if not np.isnan(alone.floor).all():
+        traces.append(
+            go.Scatter(
+                x=x, y=axis.place(alone.floor), mode="lines", name="floor of local drift, mean",
+                line={"color": LOCAL, "width": 1, "dash": "dot"}, customdata=cell_text(alone.floor),
+                hovertemplate="layer %{x}<br>floor of local drift: %{customdata}<extra></extra>",
+            )
+        )  # fmt: skip
     return traces
 
 
@@ -177,7 +187,8 @@ def _layer_strip(drift: Drift) -> list[go.Scatter]:
     colours = itertools.cycle(("#5aa9a3", "#d2a93a", "#8d6cc9", "#8a929e"))
     return [
         go.Scatter(
-            x=layers, y=[0] * len(layers), yaxis="y2", mode="markers", name=f"{kind}: {len(layers)} layers",
+            x=layers, y=[0] * len(layers), yaxis="y2", mode="markers",
+            name=f"{kind}: {len(layers)} layer{'s' * (len(layers) != 1)}",
             marker={"symbol": "square", "size": 11, "color": colour}, legendgroup="kinds",
             hovertemplate=f"layer %{{x}}: {kind}<extra></extra>",
         )

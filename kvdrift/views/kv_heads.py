@@ -99,14 +99,18 @@ def kv_heads(drift: Drift, *, prompt: int = 0, sites: tuple[str, ...] = ("k", "v
     args = [[{key: [cells[key] for cells in stop] for key in keys}] for stop in stops]
     fig.update_layout(sliders=[slider("step: ", labels, first, args)])
 
-    menus = prompt_menu(drift, prompts, prompt, [[{"visible": [p == c for p, _ in states]}] for c in prompts])
-    title = title_text(
-        takeaway.heads(drift, sites),
-        f"Drift by layer and head, over all positions both paths read. {versus(drift)}. {counts(drift)}.",
-        "" if len(prompts) > 1 else f"Shown: {prompt_label(drift, prompt, 80)}",
-        stride_note("step", stride),
-    )
-    return lay_out(fig, title, dark=dark, menus=menus, height=680)
+    titles = {
+        p: title_text(
+            takeaway.heads(drift, sites, p),
+            f"Drift by layer and head, over all positions both paths read. {versus(drift)}. {counts(drift)}.",
+            "" if len(prompts) > 1 else f"Shown: {prompt_label(drift, p, 80)}",
+            stride_note("step", stride),
+        )
+        for p in prompts
+    }
+    choices = [[{"visible": [p == c for p, _ in states]}, {"title.text": titles[c]}] for c in prompts]
+    menus = prompt_menu(drift, prompts, prompt, choices)
+    return lay_out(fig, titles[prompt], dark=dark, menus=menus, height=680)
 
 
 def _existing(drift: Drift, site: str) -> np.ndarray:

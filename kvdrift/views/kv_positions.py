@@ -22,8 +22,9 @@ SITES = ("k", "v")
 def kv_positions(drift: Drift, *, prompt: int = 0, head: int | None = None, dark: bool = False) -> go.Figure:
     """Heat maps of ``rel_l2``: absolute position across, layer upwards, K above V, a slider over the kept steps.
 
-    Positions that a window has evicted are hatched and stay empty; the edge of the hatching is the window's
-    boundary. A position that only one of the two paths reads is hatched in red.
+    Positions outside a layer's window that a path no longer reads are hatched and stay empty (a cache has evicted
+    them); the edge of the hatching is the window's boundary. A position inside the window that only one of the
+    two paths reads is hatched in red.
 
     Parameters
     ----------
@@ -93,15 +94,20 @@ def kv_positions(drift: Drift, *, prompt: int = 0, head: int | None = None, dark
     args = [[_restyle(stop, keys)] for stop in stops]
     fig.update_layout(sliders=[slider("step: ", [str(int(s)) for s in kept], first, args)])
 
-    menus = prompt_menu(drift, prompts, prompt, [[{"visible": [p == c for p in owner]}] for c in prompts])
     which = "largest of the KV heads" if head is None and n_heads > 1 else f"KV head {head or 0}"
-    title = title_text(
-        takeaway.positions(drift, prompt),
-        f"Relative L2 drift of K and V by layer and position, {which}. {versus(drift)}.",
-        "" if len(prompts) > 1 else f"Shown: {prompt_label(drift, prompt, 80)}",
-        stride_note("position", stride),
+    titles = {
+        p: title_text(
+            takeaway.positions(drift, p),
+            f"Relative L2 drift of K and V by layer and position, {which}. {versus(drift)}.",
+            "" if len(prompts) > 1 else f"Shown: {prompt_label(drift, p, 80)}",
+            stride_note("position", stride),
+        )
+        for p in prompts
+    }
+    menus = prompt_menu(
+        drift, prompts, prompt, [[{"visible": [p == c for p in owner]}, {"title.text": titles[c]}] for c in prompts]
     )
-    return lay_out(fig, title, dark=dark, menus=menus, height=700)
+    return lay_out(fig, titles[prompt], dark=dark, menus=menus, height=700)
 
 
 def _length(drift: Drift, prompt: int | None) -> int:
@@ -123,20 +129,45 @@ def _panel(drift: Drift, prompt: int, site: str, row: int, head: int | None, str
         values = values[:, head]
     measured = drift.measured[prompt, np.searchsorted(drift.steps, step)]
     position = np.arange(0, length, stride)
+    current = len(drift.prompts[prompt].ids) + step - 1
     a, b = (drift.arrays[f"positions/visible_{p}"][prompt, row, :, position].T for p in "ab")
-    exists = np.broadcast_to(measured & (position < len(drift.prompts[prompt].ids) + step), a.shape)
+    exists = np.broadcast_to(measured & (position <= current), a.shape)
+    inside = _inside(drift, drift.layers(site), position, current)
+    one = exists & inside & (a ^ b)
     return {
-        "step": step, "values": values[:, ::stride], "both": exists & a & b, "neither": exists & ~a & ~b,
-        "one": exists & (a ^ b), "exists": exists, "layers": drift.layers(site), "position": position,
-        "stride": stride, "prompt_length": len(drift.prompts[prompt].ids),
+        "step": step,
+        "values": values[:, ::stride],
+        "exists": exists,
+        "both": exists & a & b,
+        "one": one,
+        "outside": exists & ~(a & b) & ~one,
+        "layers": drift.layers(site),
+        "position": position,
+        "stride": stride,
+        "prompt_length": len(drift.prompts[prompt].ids),
         "label": escape(prompt_label(drift, prompt)),
-    }  # fmt: skip
+    }
+
+
+def _inside(drift: Drift, layers: np.ndarray, position: np.ndarray, current: int) -> np.ndarray:
+    """Which positions a layer's window holds at the current one, bool ``[layer, position]``."""
+    infos = {info.index: info for info in drift.architecture.layers}
+    first = []
+    for number in layers:
+        info = infos[int(number)]
+        if info.window is None:
+            first.append(0)
+        elif info.attention == "chunked":
+            first.append(current - current % info.window)
+        else:
+            first.append(current - info.window + 1)
+    return position >= np.array(first)[:, None]
 
 
 def _traces(panel: dict[str, Any], scale: Scale) -> list[dict[str, Any]]:
     """What the slider changes, per trace: the heat map, what is outside, what one path reads, the prompt's end."""
     text = cell_text(panel["values"])
-    text[panel["neither"]] = "evicted"
+    text[panel["outside"]] = "outside the window"
     text[panel["one"]] = "read by one path only"
     text[~panel["exists"]] = "–"
     layers, position = panel["layers"], panel["position"]
@@ -145,7 +176,7 @@ def _traces(panel: dict[str, Any], scale: Scale) -> list[dict[str, Any]]:
     return [
         {"kind": "heat", "z": scale.z(panel["values"], panel["both"]), "customdata": text, "x": position,
          "y": layers, "meta": [f"step {step}", panel["label"]]},
-        {"kind": "outside", **_outline(panel["neither"], layers, position, panel["stride"])},
+        {"kind": "outside", **_outline(panel["outside"], layers, position, panel["stride"])},
         {"kind": "one path", **_outline(panel["one"], layers, position, panel["stride"])},
         {"kind": "prompt", "x": [edge, edge], "y": [layers.min() - 0.5, layers.max() + 0.5]},
     ]  # fmt: skip

@@ -100,8 +100,20 @@ def layer_step(
         **whole_numbers(n_layers),
     )
 
+    titles = {
+        s: title_text(
+            takeaway.growth(drift, s),
+            f"Drift by layer and step; the line above is about {s}, over all prompts. {versus(drift)}. "
+            f"{counts(drift)}. Empty cells: not measured.",
+            "" if len(prompts) > 1 else f"Shown: {prompt_label(drift, prompt, 80)}",
+            stride_note("step", stride),
+        )
+        for s in sites
+    }
     menus = [
-        menu("site", sites, site, [[{"visible": [s == chosen for _, s in states]}] for chosen in sites]),
+        menu(
+            "site", sites, site, [[{"visible": [s == c for _, s in states]}, {"title.text": titles[c]}] for c in sites]
+        ),
         menu(
             "metric",
             [METRICS_SHORT[m] for m in metrics],
@@ -114,13 +126,7 @@ def layer_step(
         [{"opacity": [float(p == c) for p, _ in states], "zorder": [int(p == c) for p, _ in states]}] for c in prompts
     ]
     menus += prompt_menu(drift, prompts, prompt, shown)
-    title = title_text(
-        takeaway.growth(drift, site),
-        f"Drift by layer and step. {versus(drift)}. {counts(drift)}. Empty cells: not measured.",
-        "" if len(prompts) > 1 else f"Shown: {prompt_label(drift, prompt, 80)}",
-        stride_note("step", stride),
-    )
-    return lay_out(fig, title, dark=dark, menus=menus)
+    return lay_out(fig, titles[site], dark=dark, menus=menus)
 
 
 def _scale(drift: Drift, sites: list[str], metric: str) -> Scale:

@@ -50,12 +50,12 @@ def precision(drift: Drift, *, site: str = "resid_post", dark: bool = False) -> 
         raise InputError('This drift has no control to show beside it: run compare(..., control="float32").')
     pair = [(drift, PATH_A), (control, PATH_B)]
     curves = [curve(d, site) for d, _ in pair]
-    axis = LogAxis.of([x for c in curves for x in (c.prompts, c.low, c.high, c.floor)])
+    axis = LogAxis.of([x for c in curves for x in c.drawn])
     names = [_name(d) for d, _ in pair]
     kl_axis = LogAxis.of([_kl(d) for d, _ in pair])
 
     fig = make_subplots(
-        rows=1, cols=3, column_widths=[0.37, 0.37, 0.26], horizontal_spacing=0.07,
+        rows=1, cols=3, column_widths=[0.37, 0.37, 0.26], horizontal_spacing=0.09,
         subplot_titles=[f"<b>{name}</b>" for name in names] + ["<b>KL of the next token</b>"],
     )  # fmt: skip
     for col, ((d, colour), shape, name) in enumerate(zip(pair, curves, names, strict=True), start=1):

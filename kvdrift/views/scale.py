@@ -16,6 +16,7 @@ from plotly.colors import get_colorscale
 from kvdrift.views.theme import IDENTICAL, NOT_FINITE
 from kvdrift.views.words import METRICS, decade
 
+RARE = 0.01  # share of the smallest values that may share the lowest colour
 BAND = 0.06  # height of a special block, as a share of the scale's height
 
 
@@ -33,6 +34,9 @@ class Scale:
         Whether the blocks for exact zeros and for NaN or infinity are needed.
     ordinary
         Whether there is any value for the ordinary part; without one the bar shows the blocks alone.
+    clipped
+        Whether a few values lie below ``low`` and are drawn in its colour (the lowest tick says ≤): a handful of
+        tiny ones would otherwise take most of the colours.
     """
 
     metric: str
@@ -41,6 +45,7 @@ class Scale:
     zeros: bool
     non_finite: bool
     ordinary: bool = True
+    clipped: bool = False
 
     @classmethod
     def of(cls, values: np.ndarray, metric: str = "rel_l2") -> Scale:
@@ -54,10 +59,14 @@ class Scale:
         if positive.size == 0:
             return cls(metric, -1.0, 0.0, bool((values == 0).any()), broken, ordinary=False)
         low, high = float(np.log10(positive.min())), float(np.log10(positive.max()))
+        usual = float(np.log10(np.quantile(positive, RARE)))
+        clipped = usual - low > 1
+        if clipped:
+            low = float(np.floor(usual))
         if high - low < 1.5:
             low, high = float(np.floor(low)), float(np.ceil(high))
             high += high == low
-        return cls(metric, low, high, bool((values <= 0)[finite].any()), broken)
+        return cls(metric, low, high, bool((values <= 0)[finite].any()), broken, clipped=clipped)
 
     @property
     def linear(self) -> bool:
@@ -84,6 +93,8 @@ class Scale:
         below, above = self.low - self.band, self.high + self.band
         with np.errstate(divide="ignore", invalid="ignore"):
             z = values if self.linear else np.log10(np.where(values > 0, values, np.nan))
+        if self.clipped:
+            z = np.maximum(z, self.low)
         z = np.where(special, above if self.linear else below, z)
         z = np.where(np.isfinite(values), z, (below if self.linear else above))
         return np.where(np.broadcast_to(measured, values.shape), np.round(z, 5), np.nan)
@@ -131,7 +142,8 @@ class Scale:
             return []
         if self.linear:
             return [(x / 4, f"{x * 25} %") for x in range(5)]
-        return log_ticks(self.low, self.high)
+        ticks = log_ticks(self.low, self.high)
+        return [(ticks[0][0], f"≤ {ticks[0][1]}"), *ticks[1:]] if self.clipped else ticks
 
 
 def log_ticks(low: float, high: float) -> list[tuple[float, str]]:

@@ -44,24 +44,24 @@ def _start(drift: Drift, layers: np.ndarray, median: np.ndarray) -> str:
     return f"Drift is there from layer {int(layers[nonzero[0]])} on" if nonzero.size else "Drift is rare"
 
 
-def heads(drift: Drift, sites: Sequence[str]) -> str:
-    """Which site, layer and head carries most, and how far the heads of that layer lie apart."""
-    medians = {site: np.asarray(findings.over_prompts(drift, site)) for site in sites}
+def heads(drift: Drift, sites: Sequence[str], prompt: int) -> str:
+    """Which site, layer and head of a prompt carries most, and how far the heads of that layer lie apart."""
+    medians = {site: drift.per_prompt(site)[prompt] for site in sites}
     tops = {site: float(np.nanmax(np.nan_to_num(values, nan=-1.0))) for site, values in medians.items()}
     site = max(sites, key=lambda s: tops[s])
     names = " and ".join(s.upper() if s in "qkv" else s for s in sites)
     if tops[site] < 0:
         return f"No step after step 0 was measured, so there is no drift of {names} to show"
     if tops[site] == 0:
-        anything = any(np.nan_to_num(drift.values(s)[drift.counted]).any() for s in sites)
-        if anything:
-            return f"In most steps {names} are bit-identical in every head (median drift 0)"
-        return f"Bit-identical: both paths read the same {names} in every layer and head"
+        counted = drift.counted[prompt]
+        if any(np.nan_to_num(drift.values(s)[prompt, counted]).any() for s in sites):
+            return f"In most steps of prompt {prompt} {names} are bit-identical in every head (median drift 0)"
+        return f"Bit-identical: in prompt {prompt} both paths read the same {names} in every layer and head"
     values = medians[site]
     row, head = np.unravel_index(int(np.nanargmax(values)), values.shape)
     text = (
-        f"{site.upper() if site in 'qkv' else site} of layer {int(drift.layers(site)[row])}, head {head} "
-        f"drifts most ({number(tops[site])})"
+        f"In prompt {prompt} {site.upper() if site in 'qkv' else site} of layer {int(drift.layers(site)[row])}, "
+        f"head {head} drifts most ({number(tops[site])})"
     )
     others = values[row][~np.isnan(values[row])]
     if len(others) > 1 and others.min() > 0:
@@ -74,7 +74,7 @@ def positions(drift: Drift, prompt: int) -> str:
     kept = drift.arrays["positions/steps"]
     rows = [r for r, step in enumerate(kept) if drift.measured[prompt, np.searchsorted(drift.steps, step)]]
     if not rows:
-        return "No kept step was measured for this prompt"
+        return f"No kept step of prompt {prompt} was measured"
     row, split = rows[-1], len(drift.prompts[prompt].ids)
     both = drift.arrays["positions/visible_a"][prompt, row] & drift.arrays["positions/visible_b"][prompt, row]
     values = np.concatenate(
@@ -85,19 +85,19 @@ def positions(drift: Drift, prompt: int) -> str:
     step = int(kept[row])
     if not old.size or not new.size:
         everything = np.concatenate([old, new])
-        return f"At step {step} the median K/V drift over positions is {_median(everything)}"
+        return f"At step {step} of prompt {prompt} the median K/V drift over positions is {_median(everything)}"
     if not old.any() and not new.any():
-        return f"Bit-identical: at step {step} both paths read the same K and V at every position"
+        return f"Bit-identical: at step {step} of prompt {prompt} both paths read the same K and V at every position"
     before, after = float(np.median(old)), float(np.median(new))
     if before > 0 and after > 0:
         more, less = ("generated", "prompt") if after >= before else ("prompt", "generated")
         factor = times(max(before, after) / min(before, after))
         return (
-            f"At step {step} {more} positions carry {factor} the K/V drift of {less} positions "
+            f"At step {step} of prompt {prompt} {more} positions carry {factor} the K/V drift of {less} positions "
             f"(median {number(max(before, after))} against {number(min(before, after))})"
         )
     return (
-        f"At step {step} the median K/V drift is {number(before)} at prompt positions "
+        f"At step {step} of prompt {prompt} the median K/V drift is {number(before)} at prompt positions "
         f"and {number(after)} at generated ones"
     )
 

@@ -25,7 +25,7 @@ FLOOR_LINE = "#8a929e"
 BOUNDARY = "#8a929e"
 SERIES = ("#2f7fd1", "#e08a2e", "#2e9e73", "#c9578f", "#8d6cc9", "#b59a00", "#19a3b8", "#d4552d")
 
-TITLE_WIDTH = 80  # characters at the title's size in a figure 900 px wide
+TITLE_WIDTH = 78  # characters at the title's size in a figure 900 px wide
 SUBTITLE_WIDTH = 128
 LINE = 22  # pixels from one title line to the next
 

@@ -107,7 +107,9 @@ def counts(drift: Drift) -> str:
 
 def prompt_label(drift: Drift, prompt: int, limit: int = 34) -> str:
     """Number and beginning of a prompt, not escaped."""
-    text = drift.prompts[prompt].text or "".join(drift.prompts[prompt].tokens)
+    given = drift.prompts[prompt]
+    numbers = given.tokens == tuple(map(str, given.ids))  # a model without a tokenizer
+    text = given.text or (" " if numbers else "").join(given.tokens)
     text = " ".join(text.split())
     return f"prompt {prompt}: {text[:limit]}{'…' if len(text) > limit else ''}"
 

@@ -61,10 +61,33 @@ def test_source_is_marked_where_local_drift_starts(drift, make_drift):
     assert not [t.name for t in without.data if "source" in t.name]
 
 
-def test_local_drift_is_blank_where_it_was_not_measured(drift):
-    shown = trace(growth(drift), "made by the layer alone")
+def test_local_drift_and_its_floor_are_means_of_the_table(drift):
+    fig = growth(drift)
+    table = drift.to_dataframe("layers").query("site == 'resid_post' and step >= 1")
+    expected = table.groupby(["prompt", "layer"]).local.mean().unstack().mean().to_numpy(dtype=float)
+    shown = trace(fig, "made by the layer alone")
     assert np.isnan(shown.y[1])
-    assert shown.y[2] == pytest.approx(1e-4)
+    assert np.isnan(expected[1])
+    assert shown.y[2] == pytest.approx(expected[2])
+    assert list(shown.customdata[2]) == ["1e-4", "100%", trace(fig, "floor of local").customdata[2]]
+    floors = drift.values("resid_post", of="local_floor").mean(axis=0)
+    means = [floors[p][drift.counted[p]].mean(axis=0) for p in range(3)]
+    drawn = trace(fig, "floor of local").y
+    np.testing.assert_allclose(drawn[~np.isnan(drawn)], np.mean(means, axis=0))
+
+
+def test_a_median_between_zero_and_the_smallest_prompt_stays_on_the_axis(make_drift):
+    from dataclasses import replace
+
+    drift = make_drift(n_prompts=2, seeds=0, local=False, control=False)
+    arrays = dict(drift.arrays)
+    arrays["drift/resid_post/rel_l2"] = arrays["drift/resid_post/rel_l2"].copy()
+    arrays["drift/resid_post/rel_l2"][0, 1:, 0] = 0.0
+    fig = growth(replace(drift, arrays=arrays))
+    shown = trace(fig, "cache-ON")
+    low = 10 ** fig.layout.yaxis.range[0]
+    zero = fig.layout.yaxis.tickvals[list(fig.layout.yaxis.ticktext).index("bit-identical")]
+    assert low < zero < shown.y[0]
 
 
 def test_layers_are_tagged_by_window(drift, make_drift):

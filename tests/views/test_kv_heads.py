@@ -42,11 +42,15 @@ def test_one_kv_head_and_one_step(make_drift):
     assert "No step after step 0" in fig.layout.title.text
 
 
-def test_takeaway_names_the_largest(drift):
-    medians = {s: np.median(drift.per_prompt(s), axis=0) for s in ("k", "v")}
+@pytest.mark.parametrize("prompt", [0, 1])
+def test_takeaway_names_the_largest_of_the_prompt_shown(drift, prompt):
+    medians = {s: drift.per_prompt(s)[prompt] for s in ("k", "v")}
     site = max(medians, key=lambda s: medians[s].max())
     layer, head = np.unravel_index(medians[site].argmax(), medians[site].shape)
-    assert f"{site.upper()} of layer {layer}, head {head} drifts most" in kv_heads(drift).layout.title.text
+    fig = kv_heads(drift, prompt=prompt)
+    title = fig.layout.title.text.replace("</b><br><b>", " ")
+    assert f"In prompt {prompt} {site.upper()} of layer {layer}, head {head} drifts most" in title
+    assert fig.layout.updatemenus[0].buttons[prompt].args[1]["title.text"] == fig.layout.title.text
 
 
 def test_missing_heads_are_refused_with_the_fix(make_drift):

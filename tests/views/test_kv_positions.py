@@ -50,10 +50,20 @@ def test_window_is_drawn_where_it_ends(drift):
 def test_positions_read_by_one_path_only_stand_out(drift):
     arrays = dict(drift.arrays)
     arrays["positions/visible_a"] = arrays["positions/visible_a"].copy()
-    arrays["positions/visible_a"][0, -1, 3, 2] = False
+    arrays["positions/visible_a"][0, -1, 3, 2] = False  # full attention: the cache lost a key
     fig = kv_positions(replace(drift, arrays=arrays))
     odd = next(t for t in fig.data if t.name == "read by one path only" and t.visible)
     assert [x for x in odd.x if x is not None] == [1.5, 2.5, 2.5, 1.5, 1.5]
+
+
+def test_what_a_cache_has_evicted_and_a_full_pass_still_holds_is_outside(drift):
+    arrays = dict(drift.arrays)
+    arrays["positions/visible_b"] = np.ones_like(arrays["positions/visible_b"])
+    fig = kv_positions(replace(drift, arrays=arrays))
+    by_name = {t.name: t for t in fig.data if t.visible}
+    same = {t.name: t for t in kv_positions(drift).data if t.visible}
+    assert by_name["outside the window (evicted)"].x == same["outside the window (evicted)"].x
+    assert not by_name["read by one path only"].x
 
 
 def test_outline_joins_equal_neighbours():

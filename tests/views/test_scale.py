@@ -53,6 +53,17 @@ def test_identical_share_is_linear_with_one_in_grey():
     assert colour_at(scale, z[0]) != IDENTICAL
 
 
+def test_a_few_tiny_values_share_the_lowest_colour_and_the_tick_says_so():
+    values = np.concatenate([[1e-12], np.geomspace(1e-4, 1e-1, 999)])
+    scale = Scale.of(values)
+    z = scale.z(values, np.array(True))
+    assert (scale.clipped, scale.low) == (True, -4)
+    assert z[0] == scale.low
+    np.testing.assert_allclose(10 ** z[1:], values[1:], rtol=2e-5)
+    assert scale.coloraxis()["colorbar"]["ticktext"][0] == "≤ 10<sup>−4</sup>"
+    assert not Scale.of(values[1:]).clipped
+
+
 def test_colour_positions_rise_from_0_to_1():
     for values in ([0.0, 1e-3, np.inf], [1e-3], [0.0], [np.nan], [1e-9, 1.0]):
         places = [place for place, _ in Scale.of(np.array(values)).coloraxis()["colorscale"]]

@@ -8,8 +8,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from kvdrift.bits import same_bits
 from kvdrift.controls.reroll import ReRoll
 from kvdrift.drift import measure
 from kvdrift.drift.measure import Arrays, pad_stack
@@ -261,20 +263,31 @@ class Lockstep:
         found |= measure.kv_metrics(a.values, b.values, a.keys, b.keys, a.position, plan.kv)
         other = b.logits.to(device)
         logits = logit_metrics(a.logits, other)
-        if (pair := [self._float32_logits(live) for live in (a, b)]) and None not in pair:
-            logits["kl_float32_head"] = kl_divergence(pair[1].to(device), pair[0])  # type: ignore[union-attr, arg-type]
+        if (kl := self._kl_float32_head(a, b)) is not None:
+            logits["kl_float32_head"] = kl
         return found | {f"logits/{name}": value.cpu().numpy() for name, value in logits.items()}
 
-    def _float32_logits(self, live: _Live) -> Tensor | None:
-        """Logits with the LM head in float32 on the same states, where the head is understood."""
-        state = live.values.get("final_norm", {}).get(0)
-        if state is None:
+    def _kl_float32_head(self, a: _Live, b: _Live) -> Tensor | None:
+        """KL(b‖a) with the LM head in float32 on the same states, where both heads are understood."""
+        heads = [self._head(live) for live in (a, b)]
+        if heads[0] is None or heads[1] is None:
             return None
+        state_a, state_b = (live.values["final_norm"][0] for live in (a, b))
+        if heads[0] is not heads[1]:
+            logits_a, logits_b = heads[0](state_a)[0], heads[1](state_b)[0]
+        elif same_bits(state_a, state_b):
+            logits_a = logits_b = heads[0](state_a)[0]
+        else:
+            logits_a, logits_b = heads[0](torch.cat([state_a, state_b]))
+        return kl_divergence(logits_b.to(logits_a.device), logits_a)
+
+    def _head(self, live: _Live) -> Float32Head | None:
+        """The float32 head of a run's model, found at its first step and kept."""
         key = id(live.run.model)
         if key not in self._heads:
-            self._heads[key] = Float32Head.find(live.run.model, state, live.logits)
-        head = self._heads[key]
-        return None if head is None else head(state)
+            state = live.values.get("final_norm", {}).get(0)
+            self._heads[key] = None if state is None else Float32Head.find(live.run.model, state, live.logits)
+        return self._heads[key]
 
     def _floor(self, a: _Live, floors: list[_Live], token: int | None) -> Arrays:
         """Path a against its re-rolls: ``floor/{site}/rel_l2 [seed, layer]`` and logit metrics ``[seed]``."""

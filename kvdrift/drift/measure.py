@@ -32,14 +32,17 @@ def residual_metrics(a: Values, b: Values, sites: Sequence[str], device: torch.d
         Where to compare; layers may live on several devices.
     """
     rows = [(site, layer) for site in sites for layer in a[site] if layer in b[site]]
-    found: dict[str, dict[str, list[float]]] = {site: {} for site in sites}
+    found: dict[str, dict[str, dict[int, float]]] = {site: {} for site in sites}
     for group in _by_dtype(rows, lambda row: (a[row[0]][row[1]].dtype, b[row[0]][row[1]].dtype)):
         x, y = (torch.stack([v[site][layer][0].to(device) for site, layer in group]) for v in (a, b))
         for metric, values in site_metrics(x, y).items():
-            for (site, _), value in zip(group, values.tolist(), strict=True):
-                found[site].setdefault(metric, []).append(value)
+            for (site, layer), value in zip(group, values.tolist(), strict=True):
+                found[site].setdefault(metric, {})[layer] = value
+    layers = {site: [layer for other, layer in rows if other == site] for site in sites}
     return {
-        f"{site}/{metric}": np.array(values[0] if site in GLOBAL_SITES else values)
+        f"{site}/{metric}": np.array(
+            values[0] if site in GLOBAL_SITES else [values.get(layer, np.nan) for layer in layers[site]]
+        )
         for site, metrics in found.items()
         for metric, values in metrics.items()
     }

@@ -26,7 +26,8 @@ def layers(drift: Drift) -> pd.DataFrame:
     >>> import kvdrift as kd
     >>> drift = kd.compare(kd.load(kd.models.tiny("llama")), [1, 2, 3], max_new_tokens=4, progress=False)
     >>> table = drift.to_dataframe("layers").query("site == 'resid_post' and step >= 1")
-    >>> table.groupby("layer").rel_l2.median()
+    >>> table.groupby("layer").rel_l2.median().index.tolist()
+    [0, 1, 2, 3]
     """
     sites = [site for site in drift.sites if site not in ("q", "k", "v", "z")]
     return _concat([_layer_rows(drift, site) for site in sites])

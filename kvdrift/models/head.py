@@ -35,9 +35,10 @@ class Float32Head:
         self.after = after
 
     @torch.no_grad()
-    def __call__(self, state: Float[Tensor, "1 d_model"]) -> Float[Tensor, " vocab"]:
-        """Logits in float32."""
-        return self.after(torch.nn.functional.linear(state.float(), self.weight, self.bias))[0]
+    def __call__(self, states: Float[Tensor, "state d_model"]) -> Float[Tensor, "state vocab"]:
+        """Logits in float32. The weight is read once for all states, and as the left factor: much the fastest."""
+        logits = (self.weight @ states.float().T).T
+        return self.after(logits if self.bias is None else logits + self.bias)
 
     @classmethod
     @torch.no_grad()

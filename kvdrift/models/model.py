@@ -109,13 +109,18 @@ class Model:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Evaluation mode for a while; modules that were training are put back."""
-        training = [module for module in self.hf.modules() if module.training]
-        self.hf.eval()
+        training = [module for module in self._modules if module.training]
+        for module in training:
+            module.training = False
         try:
             yield
         finally:
             for module in training:
                 module.training = True
+
+    @cached_property
+    def _modules(self) -> list[Any]:
+        return list(self.hf.modules())
 
     # --- prompts and tokens
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from kvdrift.bits import same_bits
 from kvdrift.errors import ModelError, NotFaithfulError
 from kvdrift.tracing.coverage import Coverage, Place
 from kvdrift.tracing.seam import AttentionCall, Order, Output, seam
@@ -31,13 +32,6 @@ class _Event:
     module: nn.Module
     kind: Literal["input", "output"]
     value: Tensor
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have the same dtype, shape and bits (NaNs included)."""
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 def probe(model: Model) -> Coverage:

@@ -41,7 +41,7 @@ def families(
     >>> import kvdrift as kd
     >>> models = {name: kd.load(kd.models.tiny(name)) for name in ("llama", "gpt2")}
     >>> drifts = {n: kd.compare(m, [1, 2, 3], max_new_tokens=4, progress=False) for n, m in models.items()}
-    >>> kd.views.families(drifts).show()
+    >>> fig = kd.views.families(drifts)
     """
     named = _named(drifts)
     if not named:

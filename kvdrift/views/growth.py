@@ -48,7 +48,7 @@ def growth(drift: Drift, *, site: str = "resid_post", dark: bool = False) -> go.
     --------
     >>> import kvdrift as kd
     >>> drift = kd.compare(kd.load(kd.models.tiny("llama")), [1, 2, 3], max_new_tokens=4, progress=False)
-    >>> kd.views.growth(drift).show()
+    >>> fig = kd.views.growth(drift)
     """
     chosen = curve(drift, site)
     sites = curve_sites(drift)
@@ -92,8 +92,8 @@ def growth(drift: Drift, *, site: str = "resid_post", dark: bool = False) -> go.
 def _title(drift: Drift, site: str) -> str:
     return title_text(
         takeaway.growth(drift, site),
-        f"Drift by layer at {site}. {versus(drift)}. Median over prompts of the median over steps ≥ 1; "
-        f"{counts(drift)}.",
+        f"Drift by layer at {site}. {versus(drift)}. Median over prompts (shade: 95 % interval) of each prompt's "
+        f"median over steps ≥ 1; {counts(drift)}.",
     )
 
 

@@ -48,7 +48,7 @@ def kv_heads(drift: Drift, *, prompt: int = 0, sites: tuple[str, ...] = ("k", "v
     >>> import kvdrift as kd
     >>> model = kd.load(kd.models.tiny("llama"))
     >>> drift = kd.compare(model, [1, 2, 3], sites=["resid_post", "k", "v"], max_new_tokens=4, progress=False)
-    >>> kd.views.kv_heads(drift).show()
+    >>> fig = kd.views.kv_heads(drift)
     """
     for site in sites:
         if site not in HEAD_SITES or not drift.has(site):

@@ -50,7 +50,7 @@ def kv_positions(drift: Drift, *, prompt: int = 0, head: int | None = None, dark
     >>> import kvdrift as kd
     >>> model = kd.load(kd.models.tiny("gemma3"))
     >>> drift = kd.compare(model, [1, 2, 3], sites=["resid_post", "k", "v"], max_new_tokens=4, progress=False)
-    >>> kd.views.kv_positions(drift).show()
+    >>> fig = kd.views.kv_positions(drift)
     """
     if not all(f"positions/{site}/rel_l2" in drift.arrays for site in SITES):
         raise SiteError(

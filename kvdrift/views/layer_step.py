@@ -53,7 +53,7 @@ def layer_step(
     --------
     >>> import kvdrift as kd
     >>> drift = kd.compare(kd.load(kd.models.tiny("llama")), [1, 2, 3], max_new_tokens=4, progress=False)
-    >>> kd.views.layer_step(drift, metric="max_ulp").show()
+    >>> fig = kd.views.layer_step(drift, metric="max_ulp")
     """
     sites = [s for s in RESIDUAL_SITES if len(drift.layers(s)) and drift.has(s)]
     if site not in sites:

@@ -43,7 +43,7 @@ def precision(drift: Drift, *, site: str = "resid_post", dark: bool = False) -> 
     >>> import torch
     >>> model = kd.load(kd.models.tiny("llama", dtype=torch.bfloat16))
     >>> drift = kd.compare(model, [1, 2, 3], control="float32", max_new_tokens=4, progress=False)
-    >>> kd.views.precision(drift).show()
+    >>> fig = kd.views.precision(drift)
     """
     control = drift.control
     if control is None:

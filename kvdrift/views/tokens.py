@@ -52,7 +52,7 @@ def tokens(drift: Drift, *, prompt: int = 0, dark: bool = False) -> go.Figure:
     --------
     >>> import kvdrift as kd
     >>> drift = kd.compare(kd.load(kd.models.tiny("llama")), [1, 2, 3], max_new_tokens=4, progress=False)
-    >>> kd.views.tokens(drift).show()
+    >>> fig = kd.views.tokens(drift)
     """
     if not drift.has("logits", "margin_a"):
         raise SiteError("tokens needs the logits, which were not measured: run compare(..., sites=[..., 'logits']).")

@@ -12,9 +12,9 @@ from kvdrift.cli.command import command_line, portable
 from kvdrift.cli.running import resumable
 
 MODEL = "smollm2-135m"
-PROMPTS = 6
-NEW_TOKENS = 32
-FLOOR_SEEDS = 3
+PROMPTS = 5
+NEW_TOKENS = 16
+FLOOR_SEEDS = 2
 CONTROL = "float32"
 QUICK_PROMPTS = 2
 QUICK_NEW_TOKENS = 8

@@ -220,6 +220,11 @@ class _Job:
             for site in ALL_SITES
             if site not in (PATTERN, LOGITS)
         }
+        every, _ = timing
+        if every > 1:
+            notes.append(
+                f"each {every}th step was measured: flips between them are not seen, so a first one may be late"
+            )
         alike = _same_heads(one, two)
         if not alike:
             shared |= dict.fromkeys(("q", "k", "v", "z"), ())

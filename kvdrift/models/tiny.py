@@ -170,6 +170,7 @@ def tiny(
                 f"tiny({family!r}) cannot use attn={attn!r}; it supports "
                 f"{', '.join(supported_attn(family))}: {_one_line(error)}"
             ) from error
+    model.config.name_or_path = f"tiny-{family}"  # what figures and tables call it
     return model.eval().requires_grad_(False)
 
 

@@ -57,6 +57,7 @@ def _template(*, text: str, paper: str, grid: str, control: str, border: str) ->
             "legend": {"bgcolor": "rgba(0,0,0,0)", "font": {"size": 12}},
             "hoverlabel": {"align": "left", "bgcolor": control, "bordercolor": border,
                            "font": {"color": text, "size": 12}},
+            "modebar": {"remove": ["sendChartToCloud"]},  # a figure stays on the machine that drew it
             "annotationdefaults": {"font": {"color": text}, "showarrow": False},
             "updatemenudefaults": {**control_style, "pad": {"r": 6, "t": 0, "b": 0}},
             "sliderdefaults": {**control_style, "activebgcolor": SERIES[0], "tickcolor": border},

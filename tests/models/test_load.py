@@ -98,7 +98,6 @@ def test_other_devices(device, folder):
         ("smolm2-135m", "did you mean 'smollm2-135m'"),
         ("gemma3_270m", "did you mean 'gemma3-270m'"),
         ("xyz", "presets: smollm2-135m, gemma3-270m"),
-        ("", "presets: smollm2-135m"),
         ("/nothing/here/at/all", "Cannot load|no folder"),
     ],
 )

@@ -300,7 +300,7 @@ class _Job:
             arrays=arrays,
             token_texts={int(token): self.model.token_text(int(token)) for token in sorted(seen)},
             control=control,
-            provenance=provenance.collect(one, two) | {"settings": self.settings()},
+            provenance=provenance.collect(one, two) | {"dtypes": self.lockstep.dtypes, "settings": self.settings()},
             notes=self.notes,
         )
 

@@ -127,11 +127,18 @@ class Lockstep:
         The model they run, unless they have their own.
     plan
         What to measure.
+
+    Attributes
+    ----------
+    dtypes
+        What was seen on each path (``a``, ``b``) at its latest measured step: the dtypes of ``activations`` and,
+        where K/V were read, of the ``cache``.
     """
 
     def __init__(self, a: Path, b: Path, model: Model, plan: Plan) -> None:
         self.a, self.b, self.plan = a, b, plan
         self.model_a, self.model_b = a.model or model, b.model or model
+        self.dtypes: dict[str, dict[str, str]] = {}
         self._heads: dict[int, Float32Head | None] = {}
         self._rerolls = [ReRoll(seed).bind(self.model_a.hf) for seed in plan.seeds]
 
@@ -246,6 +253,7 @@ class Lockstep:
         found = self._local(a, b, forks, token)
         a.advance(token)
         self._refuse_nonfinite(a, tokens)
+        self.dtypes = {"a": _dtypes(a.values), "b": _dtypes(b.values)}
         found |= _under("drift", self._drift(a, b, tokens))
         found |= self._floor(a, floors, token)
         if token is not None:
@@ -353,6 +361,16 @@ class Lockstep:
             for name in next(iter(kept.values())):
                 arrays[f"positions/{name}"] = pad_stack([found[name] for found in kept.values()])
         return arrays
+
+
+def _dtypes(values: Values) -> dict[str, str]:
+    """Dtypes of the residual stream and of the keys, as far as they were read."""
+    sites = {"activations": next((site for site in BLOCK_SITES if site in values), None), "cache": "k"}
+    return {
+        name: "/".join(sorted({str(x.dtype).removeprefix("torch.") for x in values[site].values()}))
+        for name, site in sites.items()
+        if site in values
+    }
 
 
 def _under(kind: str, found: Arrays) -> Arrays:

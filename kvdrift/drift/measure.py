@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -59,8 +59,8 @@ def head_metrics(a: Values, b: Values, sites: Sequence[str]) -> Arrays:
     """Every metric of ``q`` and ``z`` at the current position, ``{site}/{metric}`` → ``[layer, head]``."""
     result: Arrays = {}
     for site in sites:
-        pairs = [(x[0], b[site][layer][0].to(x.device)) for layer, x in a[site].items() if layer in b[site]]
-        result |= _named(site, [_chunked(x, y, dims=1) for x, y in pairs])
+        pairs = ((x[0], b[site][layer][0].to(x.device)) for layer, x in a[site].items() if layer in b[site])
+        result |= _metrics(site, pairs, dims=1)
     return result
 
 
@@ -70,8 +70,8 @@ def kv_metrics(
     """Every metric of ``k`` and ``v`` over the positions that both kernels read, → ``[layer, kv_head]``."""
     result: Arrays = {}
     for site in sites:
-        pairs = _aligned(a[site], b[site], keys_a, keys_b, position)
-        result |= _named(site, [_chunked(x, y, dims=2) for _, x, y, _ in pairs])
+        pairs = ((x, y) for _, x, y, _ in _aligned(a[site], b[site], keys_a, keys_b, position))
+        result |= _metrics(site, pairs, dims=2)
     return result
 
 
@@ -108,16 +108,38 @@ def _aligned(
         yield layer, x[0][:, in_a], y[0][:, in_b].to(x.device), positions
 
 
-def _chunked(x: Tensor, y: Tensor, dims: int) -> dict[str, Tensor]:
-    """`site_metrics` head by head where all at once would be too large."""
-    if x.numel() <= MAX_ELEMENTS:
-        return site_metrics(x, y, dims=dims)
-    parts = [site_metrics(h, g, dims=dims) for h, g in zip(x, y, strict=True)]
-    return {metric: torch.stack([part[metric] for part in parts]) for metric in parts[0]}
+Pair = tuple[Tensor, Tensor]
 
 
-def _named(site: str, layers: list[dict[str, Tensor]]) -> Arrays:
-    return {f"{site}/{metric}": pad_stack([layer[metric].cpu().numpy() for layer in layers]) for metric in layers[0]}
+def _metrics(site: str, pairs: Iterable[Pair], dims: int) -> Arrays:
+    """`site_metrics` of each layer's pair, ``{site}/{metric} [layer, head]``, as many layers at a time as fit."""
+    rows: dict[str, list[np.ndarray]] = {}
+    for batch in _batches(pairs):
+        x, y = (torch.stack(side) for side in zip(*batch, strict=True))
+        if x.numel() <= MAX_ELEMENTS:
+            found = site_metrics(x, y, dims=dims)
+        else:  # one layer, head by head
+            heads = [site_metrics(h, g, dims=dims) for h, g in zip(x[0], y[0], strict=True)]
+            found = {metric: torch.stack([head[metric] for head in heads])[None] for metric in heads[0]}
+        for metric, values in found.items():
+            rows.setdefault(metric, []).extend(values.cpu().numpy())
+    return {f"{site}/{metric}": pad_stack(values) for metric, values in rows.items()}
+
+
+def _batches(pairs: Iterable[Pair]) -> Iterator[list[Pair]]:
+    """Neighbouring pairs of one shape, dtype and device, together within `MAX_ELEMENTS` (or one alone)."""
+    batch: list[Pair] = []
+    for pair in pairs:
+        if batch and (_kind(pair) != _kind(batch[0]) or (len(batch) + 1) * pair[0].numel() > MAX_ELEMENTS):
+            yield batch
+            batch = []
+        batch.append(pair)
+    if batch:
+        yield batch
+
+
+def _kind(pair: Pair) -> list[object]:
+    return [(x.shape, x.dtype, x.device) for x in pair]
 
 
 def pad_stack(rows: Sequence[np.ndarray]) -> np.ndarray:

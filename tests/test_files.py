@@ -17,7 +17,9 @@ from kvdrift.errors import FileError, KvdriftError
 from kvdrift.files import load_tensors, save_tensors, write_atomically
 
 DTYPES = ["float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool"]
-names = st.text(string.ascii_letters + string.digits + "/._é-", min_size=1, max_size=12).filter(lambda x: x != "__metadata__")
+names = st.text(string.ascii_letters + string.digits + "/._é-", min_size=1, max_size=12).filter(
+    lambda x: x != "__metadata__"
+)
 tensors = st.dictionaries(
     names,
     st.sampled_from(DTYPES).flatmap(
@@ -52,7 +54,13 @@ def test_round_trip(folder, content, manifest):
 
 def test_bfloat16_views_and_strides(folder):
     base = torch.randn(4, 6).to(torch.bfloat16)
-    content = {"whole": base, "transposed": base.T, "rows": base[::2], "row": base[1], "expanded": base[:1].expand(3, 6)}
+    content = {
+        "whole": base,
+        "transposed": base.T,
+        "rows": base[::2],
+        "row": base[1],
+        "expanded": base[:1].expand(3, 6),
+    }
     found, _ = load_tensors(save_tensors(folder / "views", "test", content, {}), "test")
     assert all(torch.equal(found[name], tensor) for name, tensor in content.items())
 

@@ -67,9 +67,7 @@ def test_tracing_changes_no_bit_and_every_tap_fires(model, hooks, same_bits):
 
 @pytest.mark.parametrize("name", PATHS)
 def test_a_path_does_not_drift_from_itself(model, name):
-    drift = kd.compare(
-        model, PROMPT, a=PATHS[name], b=PATHS[name], max_new_tokens=2, floor=0, progress=False
-    )
+    drift = kd.compare(model, PROMPT, a=PATHS[name], b=PATHS[name], max_new_tokens=2, floor=0, progress=False)
     kinds = [key for key in drift.arrays if key.startswith(("drift/", "local/"))]
     assert kinds
     for key in kinds:

@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvdrift.controls import Control
+from kvdrift.models.labels import PathInfo
 
 if TYPE_CHECKING:
     from kvdrift.models.model import Model
@@ -88,3 +89,15 @@ class Path(Protocol):
     def start(self, model: Model, ids: Sequence[int], controls: tuple[Control, ...] | None = None) -> Run:
         """Begin a run over a prompt; ``controls`` replaces the path's own where given."""
         ...
+
+
+def path_info(path: Path, model: Model) -> PathInfo:
+    """What results say about a path that ran ``model``."""
+    return PathInfo(
+        label=path.label,
+        model=model.name,
+        dtype=model.dtype_name,
+        attn=path.attn or model.attn,
+        device=str(model.device),
+        controls=tuple(control.label for control in path.controls),
+    )

@@ -12,9 +12,9 @@ from tqdm.auto import tqdm
 
 from kvdrift import provenance
 from kvdrift.errors import MemoryBudgetError, SiteError
-from kvdrift.models.labels import PathInfo, Prompt
+from kvdrift.models.labels import Prompt
 from kvdrift.models.model import Model
-from kvdrift.paths.path import Path, Run
+from kvdrift.paths.path import Path, Run, path_info
 from kvdrift.paths.sampling import greedy
 from kvdrift.tracing.finite import explain_nonfinite
 from kvdrift.tracing.sites import GLOBAL_SITES, LOGITS, PATTERN
@@ -219,14 +219,7 @@ class Recording:
             tensors=tensors,
             coordinates={site: axes | {"step": tuple(range(n))} for site, axes in self.coordinates.items()},
             masks={site: mask[:n] for site, mask in self.masks.items()},
-            path=PathInfo(
-                self.path.label,
-                self.model.name,
-                self.model.dtype_name,
-                self.path.attn or self.model.attn,
-                str(self.model.device),
-                tuple(control.label for control in self.path.controls),
-            ),
+            path=path_info(self.path, self.model),
             prompt=prompt,
             fed=tuple(fed),
             architecture=self.model.architecture,

@@ -161,11 +161,15 @@ def test_the_floor_is_the_drift_against_the_re_rolled_path(path, tiny_model):
     tokens = [3, 1, 4, 1]
     drift = compare(model, PROMPT, a=path, floor=2, seed=5, tokens=tokens, local=False)
     for place, seed in enumerate((5, 6)):
-        rerolled = compare(model, PROMPT, a=replace(path, controls=(kd.ReRoll(seed),)), b=path, tokens=tokens, local=False)
+        rerolled = compare(
+            model, PROMPT, a=replace(path, controls=(kd.ReRoll(seed),)), b=path, tokens=tokens, local=False
+        )
         for site in ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post"):
             np.testing.assert_array_equal(drift.values(site, of="floor")[place], rerolled.values(site))
         for metric in ("kl", "flip", "logit_l2"):
-            np.testing.assert_array_equal(drift.values("logits", metric, "floor")[place], rerolled.values("logits", metric))
+            np.testing.assert_array_equal(
+                drift.values("logits", metric, "floor")[place], rerolled.values("logits", metric)
+            )
     assert (drift.values("resid_post", of="floor") > 0).any()
 
 
@@ -216,7 +220,9 @@ def test_self_drift_of_a_cache_is_zero_and_of_a_recomputation_is_what_it_recompu
         own = drift.arrays[f"self_a/{site}/rel_l2"]
         assert np.isnan(own[:, 0]).all()
         assert (own[:, 1:] == 0).all(), "a cache does not move"
-        off = kd.record(model, PROMPT, path=kd.CacheOff(), sites=site, positions="all", tokens=tokens, progress=False)[site]
+        off = kd.record(model, PROMPT, path=kd.CacheOff(), sites=site, positions="all", tokens=tokens, progress=False)[
+            site
+        ]
         for step in range(1, 4):
             n = len(PROMPT) + step - 1
             x, y = (off[s, :, :, :n].double().flatten(2).numpy() for s in (step, step - 1))

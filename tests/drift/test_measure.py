@@ -106,7 +106,9 @@ def test_positions_in_any_order_land_at_their_place():
 rows_of = st.sampled_from(["float32", "float64", "int64", "bool"]).flatmap(
     lambda dtype: st.integers(0, 3).flatmap(
         lambda ndim: st.lists(
-            arrays.arrays(dtype, arrays.array_shapes(min_dims=ndim, max_dims=ndim, min_side=0, max_side=4) if ndim else ()),
+            arrays.arrays(
+                dtype, arrays.array_shapes(min_dims=ndim, max_dims=ndim, min_side=0, max_side=4) if ndim else ()
+            ),
             min_size=1,
             max_size=4,
         )

@@ -45,9 +45,7 @@ def test_a_folder_in_every_dtype_and_attention(folder, same_bits):
         assert not model.hf.training
         assert not any(weight.requires_grad for weight in model.hf.parameters())
     exact = kd.load(folder, dtype="float32", quiet=True)
-    assert all(
-        same_bits(weight, exact.hf.state_dict()[name]) for name, weight in tiny("llama").state_dict().items()
-    )
+    assert all(same_bits(weight, exact.hf.state_dict()[name]) for name, weight in tiny("llama").state_dict().items())
     assert exact.attn == "sdpa"
     assert exact.tokenizer is None
 
@@ -129,9 +127,7 @@ def test_modules_that_are_no_decoder_language_model():
     small = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "vocab_size": 64}
     with pytest.raises(ModelError, match="encoder-decoder"):
         kd.load(T5ForConditionalGeneration(T5Config(**small)), quiet=True)
-    bert = BertConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, vocab_size=64
-    )
+    bert = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, vocab_size=64)
     with pytest.raises(ModelError, match="takes no cache"):
         kd.load(BertForMaskedLM(bert), quiet=True)
 

@@ -48,7 +48,13 @@ def test_chat_without_a_template_or_text_without_a_tokenizer(tokenizer):
 
 
 def test_ids_and_tensors_are_taken_as_they_are(model):
-    for prompt in ([3, 4], (3, 4), torch.tensor([3, 4]), torch.tensor([[3, 4]]), torch.tensor([3, 4], dtype=torch.int32)):
+    for prompt in (
+        [3, 4],
+        (3, 4),
+        torch.tensor([3, 4]),
+        torch.tensor([[3, 4]]),
+        torch.tensor([3, 4], dtype=torch.int32),
+    ):
         ids = model.encode(prompt)
         assert ids == [3, 4]
         assert all(type(token) is int for token in ids)

@@ -28,7 +28,13 @@ def test_logits_equal_ones_own_loop(family, tiny_model, same_bits):
 def test_keys_of_every_position_by_hand(tiny_model):
     model = tiny_model("llama")
     trace = kd.record(
-        model, PROMPT, path=kd.CacheOff(), sites=["k", "v", "resid_pre"], positions="all", max_new_tokens=3, progress=False
+        model,
+        PROMPT,
+        path=kd.CacheOff(),
+        sites=["k", "v", "resid_pre"],
+        positions="all",
+        max_new_tokens=3,
+        progress=False,
     )
     for step in range(3):
         n = len(PROMPT) + step

@@ -167,7 +167,8 @@ def test_the_memory_estimate_is_what_is_kept(tiny_model, capsys):
 def test_offload_gives_the_same(tiny_model, same_bits):
     model = tiny_model("llama")
     assert all(
-        same_bits(record(model, PROMPT)[s], record(model, PROMPT, offload=True)[s]) for s in ("k", "logits", "resid_post")
+        same_bits(record(model, PROMPT)[s], record(model, PROMPT, offload=True)[s])
+        for s in ("k", "logits", "resid_post")
     )
 
 
@@ -188,7 +189,9 @@ def test_an_overflow_names_layer_largest_value_and_remedy(hooks):
     hf = tiny("llama", dtype=torch.float16)
     scale_up(hf.model.layers[2].mlp.down_proj.weight)
     for verb in (kd.record, kd.compare):
-        with pytest.raises(NonFiniteError, match=r"mlp_out of layer 2: the largest finite value .* 6\.55e\+04") as caught:
+        with pytest.raises(
+            NonFiniteError, match=r"mlp_out of layer 2: the largest finite value .* 6\.55e\+04"
+        ) as caught:
             verb(hf, PROMPT, max_new_tokens=2, progress=False)
         assert "bfloat16" in str(caught.value)
     assert not hooks(hf)

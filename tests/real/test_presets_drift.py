@@ -56,7 +56,7 @@ def test_tracing_changes_no_bit_and_every_tap_fires(model, name, hooks, same_bit
 
 @pytest.mark.parametrize("name", PATHS)
 def test_a_path_does_not_drift_from_itself(model, name):
-    drift = kd.compare(model, TEXT, a=PATHS[name], b=PATHS[name], max_new_tokens=3, floor=0, progress=False)
+    drift = kd.compare(model, TEXT, a=PATHS[name], b=PATHS[name], max_new_tokens=2, floor=0, progress=False)
     for site in drift.sites:
         assert (drift.values(site) == 0).all()
         assert (drift.values(site, "identical") == 1).all()
@@ -67,7 +67,7 @@ def test_a_path_does_not_drift_from_itself(model, name):
 
 def test_twice_the_same_and_saved(model, hooks, same_bits, tmp_path):
     def run():
-        return kd.compare(model, TEXT, max_new_tokens=4, floor=1, progress=False)
+        return kd.compare(model, TEXT, max_new_tokens=2, floor=1, progress=False)
 
     first, second = run(), run()
     loaded = kd.Drift.load(first.save(tmp_path / "drift"))

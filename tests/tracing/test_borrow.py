@@ -1,10 +1,9 @@
 """Feeding a pass another path's inputs."""
 
-from hypothesis import given
-from hypothesis import strategies as st
-
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import kvdrift as kd
 from kvdrift.tracing.borrow import Borrow, shared_positions
@@ -66,9 +65,10 @@ SITES = ("resid_pre", "attn_out", "mlp_out", "resid_post", "k", "v")
 def test_borrowing_from_itself_changes_no_bit(family, path, tiny_model):
     model = tiny_model(family)
     fork, run, step, values = advance(model, path, IDS, SITES)
-    with Borrow(model, values, run.key_positions, fork.key_positions, step.position), Tap(
-        model, dict.fromkeys(SITES), kv_where="all"
-    ) as tap:
+    with (
+        Borrow(model, values, run.key_positions, fork.key_positions, step.position),
+        Tap(model, dict.fromkeys(SITES), kv_where="all") as tap,
+    ):
         borrowed = fork.step(IDS[-1])
     assert torch.equal(borrowed.logits, step.logits)
     for site in SITES:
@@ -87,9 +87,10 @@ def test_what_is_upstream_in_the_recipient_does_not_matter(family, tiny_model):
         if spoil:
             for layer in fork.cache.layers:
                 layer.keys, layer.values = torch.randn_like(layer.keys), torch.randn_like(layer.values)
-        with Borrow(model, values, donor.key_positions, fork.key_positions, step.position), Tap(
-            model, dict.fromkeys(SITES), kv_where="all"
-        ) as tap:
+        with (
+            Borrow(model, values, donor.key_positions, fork.key_positions, step.position),
+            Tap(model, dict.fromkeys(SITES), kv_where="all") as tap,
+        ):
             fork.step(IDS[-1])
         return tap.take()
 
@@ -104,9 +105,10 @@ def test_one_layer_by_hand(tiny_model):
     model = tiny_model("llama")
     fork, *_ = advance(model, kd.CacheOn(), IDS, SITES)
     _, donor, step, values = advance(model, kd.CacheOff(), IDS, SITES)
-    with Borrow(model, values, donor.key_positions, fork.key_positions, step.position), Tap(
-        model, dict.fromkeys(SITES)
-    ) as tap:
+    with (
+        Borrow(model, values, donor.key_positions, fork.key_positions, step.position),
+        Tap(model, dict.fromkeys(SITES)) as tap,
+    ):
         fork.step(IDS[-1])
     from transformers import DynamicCache
 

@@ -34,7 +34,16 @@ def test_layers_of_full_names_add_up_and_the_short_name_wins():
 
 @pytest.mark.parametrize(
     "name",
-    ["", "K", "resid", "hook_k", "blocks.hook_k", "blocks.-1.hook_resid_post", "blocks.1.hook_embed", "blocks.1.hook_k "],
+    [
+        "",
+        "K",
+        "resid",
+        "hook_k",
+        "blocks.hook_k",
+        "blocks.-1.hook_resid_post",
+        "blocks.1.hook_embed",
+        "blocks.1.hook_k ",
+    ],
 )
 def test_other_names_are_refused_with_a_sentence(name):
     with pytest.raises(SiteError) as caught:

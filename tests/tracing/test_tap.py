@@ -15,7 +15,9 @@ IDS = torch.tensor([[5, 9, 100, 33, 7, 8, 250, 301, 12, 44]])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_residual_sites_equal_the_models_hidden_states(family, tiny_model):
     model = tiny_model(family)
-    with kd.tap(model, [s for s in ("embed", "resid_pre", "resid_post") if s in model.coverage.sites], positions="all") as taps:
+    with kd.tap(
+        model, [s for s in ("embed", "resid_pre", "resid_post") if s in model.coverage.sites], positions="all"
+    ) as taps:
         output = model.hf(IDS, output_hidden_states=True, use_cache=False)
     states = output.hidden_states
     assert len(states) == 5
@@ -203,7 +205,11 @@ def test_refusals_name_the_reason(tiny_model):
     ]:
         with pytest.raises(SiteError, match=words):
             kd.tap(model, **arguments)
-    for family, site, words in [("mamba", "k", "attention table"), ("gpt-neox", "attn_out", "no two modules"), ("bloom", "q", "attention table")]:
+    for family, site, words in [
+        ("mamba", "k", "attention table"),
+        ("gpt-neox", "attn_out", "no two modules"),
+        ("bloom", "q", "attention table"),
+    ]:
         with pytest.raises(SiteError, match=words):
             kd.tap(tiny_model(family), site)
     with kd.tap(model, "k") as taps, pytest.raises(SiteError, match="no 'k' yet"):

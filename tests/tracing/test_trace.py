@@ -57,7 +57,9 @@ def test_a_file_gives_back_everything(trace, tmp_path, same_bits):
 
 
 def test_layers_of_other_shapes_or_dtypes_come_as_a_dict(tiny_model, tmp_path, same_bits):
-    trace = kd.record(tiny_model("mamba", torch.bfloat16), [1, 2, 3], sites="resid_pre", max_new_tokens=2, progress=False)
+    trace = kd.record(
+        tiny_model("mamba", torch.bfloat16), [1, 2, 3], sites="resid_pre", max_new_tokens=2, progress=False
+    )
     assert isinstance(trace["resid_pre"], dict)
     assert {layer: x.dtype for layer, x in trace["resid_pre"].items()} == {
         0: torch.bfloat16,

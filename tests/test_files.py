@@ -72,11 +72,11 @@ def saved(folder):
 
 
 def refuses_or_equal(path, original):
-    """A changed file is refused; only a change that leaves the content as it was may pass."""
+    """A changed file is refused (any other exception than `FileError` comes through); only a change that leaves
+    the content as it was may pass."""
     try:
         found, manifest = load_tensors(path, "test")
-    except FileError as error:
-        assert str(path) in str(error)
+    except FileError:
         return True
     wanted, words = original
     assert sorted(found) == sorted(wanted)

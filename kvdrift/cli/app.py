@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -81,10 +82,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _end(error: Exception) -> int:
-    """Wrong usage and a full GPU in one sentence; anything else is a fault of kvdrift and keeps its traceback.
+    """Wrong usage, a full disk and a full GPU in one sentence; any other fault keeps its traceback.
 
-    Both are told by their attributes: typer brings its own copy of click or not, depending on its version, and
-    torch is not imported for a usage error.
+    The first and the last are told by their attributes: typer brings its own copy of click or not, depending on its
+    version, and torch is not imported for a usage error.
     """
     if hasattr(error, "format_message"):
         if not error.format_message():  # no command was given: the help is the answer
@@ -93,6 +94,9 @@ def _end(error: Exception) -> int:
         command = context.command_path if context else "kvdrift"
         complain(f"{error.format_message().rstrip('.')}; {command} --help tells more.")
         return 2
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        complain("There is no space left where the output goes; make room or send it elsewhere.")
+        return 1
     if type(error).__name__ == "OutOfMemoryError":
         complain("The GPU has not enough memory: take fewer new tokens, a smaller model or --device cpu.")
         return 1

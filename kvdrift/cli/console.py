@@ -41,8 +41,21 @@ def working() -> Iterator[None]:
     try:
         with contextlib.redirect_stdout(sys.stderr):
             yield
+    except Interrupted:
+        raise
+    except Exception as error:
+        if _was_interrupted(error):
+            raise Interrupted(NOTHING_WRITTEN) from None
+        raise
     except KeyboardInterrupt:
         raise Interrupted(NOTHING_WRITTEN) from None
+
+
+def _was_interrupted(error: BaseException | None) -> bool:
+    """Whether this is Ctrl-C in disguise: transformers makes an import error of it while it is being imported."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def check_target(path: Path | None) -> None:

@@ -40,13 +40,15 @@ def read_jsonl(file: Path) -> list[str | list[int]]:
 
     Examples
     --------
-    >>> Path("prompts.jsonl").write_text('"One plus one is"\\n{"ids": [1, 2, 3]}\\n')
+    >>> import tempfile
+    >>> file = Path(tempfile.mkdtemp(), "prompts.jsonl")
+    >>> file.write_text('"One plus one is"\\n{"ids": [1, 2, 3]}\\n')
     37
-    >>> read_jsonl(Path("prompts.jsonl"))
+    >>> read_jsonl(file)
     ['One plus one is', [1, 2, 3]]
     """
     try:
-        lines = file.read_text(encoding="utf-8").split("\n")
+        lines = file.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise InputError(f"Cannot read the prompts in {file}: {reason}.") from error

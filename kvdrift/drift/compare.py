@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from numbers import Integral
 from pathlib import Path as FilePath
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ from kvdrift.models.load import load
 from kvdrift.models.model import Model, as_prompts
 from kvdrift.paths.cache_off import CacheOff
 from kvdrift.paths.cache_on import CacheOn
-from kvdrift.paths.path import Path
+from kvdrift.paths.path import Path, check_path
 
 Tokens = Literal["a", "b"] | Sequence[int] | Sequence[Sequence[int]] | Tensor
 KEPT_STEPS = 8
@@ -117,8 +118,8 @@ def compare(
 
     job = Job.prepare(
         model,
-        a or CacheOn(),
-        b or CacheOff(),
+        CacheOn() if a is None else check_path(a, "a"),
+        CacheOff() if b is None else check_path(b, "b"),
         sites=sites,
         timing=(every, kv_every or every * -(-max(lengths) // (every * KEPT_STEPS))),
         seeds=tuple(range(seed, seed + floor)),
@@ -147,8 +148,8 @@ def compare(
 def _check_numbers(**numbers: int | None) -> None:
     for name, number in numbers.items():
         least = 0 if name == "floor" else 1
-        if number is not None and number < least:
-            raise InputError(f"{name}={number}: give at least {least}.")
+        if number is not None and (not isinstance(number, Integral) or number < least):
+            raise InputError(f"{name}={number}: give a whole number of at least {least}.")
 
 
 def _forced(model: Model, tokens: Tokens, prompts: list[list[int]]) -> list[list[int]] | None:

@@ -75,9 +75,7 @@ class Job:
         }
         every, _ = timing
         if every > 1:
-            notes.append(
-                f"each {every}th step was measured: flips between them are not seen, so a first one may be late"
-            )
+            notes.append(f"one step in {every} was measured: flips between them are not seen")
         alike = _same_heads(one, two)
         if not alike:
             shared |= dict.fromkeys(("q", "k", "v", "z"), ())
@@ -94,6 +92,8 @@ class Job:
             for site in chosen:
                 one.coverage.resolve(site, None)
                 two.coverage.resolve(site, None)
+                if not shared[site]:
+                    raise SiteError(f"{site!r} cannot be compared: the two paths' models have it in no common shape.")
         local_layers = shared["k"] if local else ()
         if local and not (local_layers and one.dtype == two.dtype):
             why = "the two paths run in different dtypes" if local_layers else "past K/V cannot be written"
@@ -161,10 +161,12 @@ class Job:
 
     def settings(self) -> dict[str, Any]:
         """Everything that decides the numbers, beside the prompts."""
+        models = (self.a.model or self.model, self.b.model or self.model)
+        weights = {id(m): m.fingerprint for m in dict.fromkeys(models)}
         return {
             "a": asdict(path_info(self.a, self.a.model or self.model)) | {"path": _describe(self.a)},
             "b": asdict(path_info(self.b, self.b.model or self.model)) | {"path": _describe(self.b)},
-            "weights": [m.fingerprint for m in (self.a.model or self.model, self.b.model or self.model)],
+            "weights": [weights[id(m)] for m in models],
             "threads": torch.get_num_threads(),
             "plan": asdict(self.plan),
             "tokens": self.tokens,

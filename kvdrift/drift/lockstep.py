@@ -14,7 +14,7 @@ from torch import Tensor
 from kvdrift.bits import same_bits
 from kvdrift.controls.reroll import ReRoll
 from kvdrift.drift import measure
-from kvdrift.drift.measure import Arrays, pad_stack
+from kvdrift.drift.measure import Arrays, Reading, pad_stack
 from kvdrift.drift.metrics import kl_divergence, logit_metrics
 from kvdrift.models.head import Float32Head
 from kvdrift.models.model import Model
@@ -104,6 +104,13 @@ class _Live:
         return self.key_positions[layer]
 
     @property
+    def reading(self) -> Reading:
+        """The keys and values that the kernels read in the latest step."""
+        layers = self.run.model.architecture.layers
+        first_seen = {info.index: info.first_seen(self.position) for info in layers}
+        return Reading(self.values, self.key_positions, first_seen, self.position)
+
+    @property
     def logits(self) -> Tensor:
         """Logits of the latest step, ``[vocab]``."""
         assert self.step is not None, "no step was taken yet"
@@ -188,6 +195,9 @@ class Lockstep:
         for bound in self._rerolls:
             with bound:  # its reordered weights live until `close`, for every run with this seed
                 pass
+        for model in (self.model_a, self.model_b):
+            if id(model) not in self._heads:
+                self._heads[id(model)] = _float32_head(model)
         with ExitStack() as stack:
             tap_a = stack.enter_context(self._tap(self.model_a))
             tap_b = tap_a if self.model_b is self.model_a else stack.enter_context(self._tap(self.model_b))
@@ -268,7 +278,7 @@ class Lockstep:
         if any(np.isnan(values).any() for name, values in found.items() if name.endswith("rel_l2")):
             raise explain_nonfinite(self.model_a, tokens, a.run.attn)
         found |= measure.head_metrics(a.values, b.values, plan.queries)
-        found |= measure.kv_metrics(a.values, b.values, a.keys, b.keys, a.position, plan.kv)
+        found |= measure.kv_metrics(a.reading, b.reading, plan.kv)
         other = b.logits.to(device)
         logits = logit_metrics(a.logits, other)
         if (kl := self._kl_float32_head(a, b)) is not None:
@@ -277,7 +287,7 @@ class Lockstep:
 
     def _kl_float32_head(self, a: _Live, b: _Live) -> Tensor | None:
         """KL(b‖a) with the LM head in float32 on the same states, where both heads are understood."""
-        heads = [self._head(live) for live in (a, b)]
+        heads = [self._heads[id(model)] for model in (self.model_a, self.model_b)]
         if heads[0] is None or heads[1] is None:
             return None
         state_a, state_b = (live.values["final_norm"][0] for live in (a, b))
@@ -288,14 +298,6 @@ class Lockstep:
         else:
             logits_a, logits_b = heads[0](torch.cat([state_a, state_b]))
         return kl_divergence(logits_b.to(logits_a.device), logits_a)
-
-    def _head(self, live: _Live) -> Float32Head | None:
-        """The float32 head of a run's model, found at its first step and kept."""
-        key = id(live.run.model)
-        if key not in self._heads:
-            state = live.values.get("final_norm", {}).get(0)
-            self._heads[key] = None if state is None else Float32Head.find(live.run.model, state, live.logits)
-        return self._heads[key]
 
     def _floor(self, a: _Live, floors: list[_Live], token: int | None) -> Arrays:
         """Path a against its re-rolls: ``floor/{site}/rel_l2 [seed, layer]`` and logit metrics ``[seed]``."""
@@ -335,11 +337,11 @@ class Lockstep:
 
     def _self_drift(self, live: _Live, before: _Live) -> Arrays:
         """This step's K/V against the same path's previous step, at the positions both read."""
-        found = measure.kv_metrics(live.values, before.values, live.keys, before.keys, before.position, self.plan.kv)
+        found = measure.kv_metrics(live.reading, before.reading, self.plan.kv)
         return {name: value for name, value in found.items() if name.endswith("/rel_l2")}
 
     def _positions(self, a: _Live, b: _Live) -> Arrays:
-        return measure.kv_positions(a.values, b.values, a.keys, b.keys, a.position, self.plan.kv)
+        return measure.kv_positions(a.reading, b.reading, self.plan.kv)
 
     @staticmethod
     def _refuse_nonfinite(live: _Live, tokens: list[int]) -> None:
@@ -361,6 +363,15 @@ class Lockstep:
             for name in next(iter(kept.values())):
                 arrays[f"positions/{name}"] = pad_stack([found[name] for found in kept.values()])
         return arrays
+
+
+def _float32_head(model: Model) -> Float32Head | None:
+    """The float32 LM head of ``model``, found on a plain pass over one token."""
+    if "final_norm" not in model.coverage.sites:
+        return None
+    with model.evaluating(), Tap(model, {"final_norm": None}) as tap:
+        logits = model.backend.forward(torch.tensor([[0]], device=model.device), 0)
+    return Float32Head.find(model, tap.values["final_norm"][0], logits)
 
 
 def _dtypes(values: Values) -> dict[str, str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -10,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvdrift.drift.metrics import relative_l2, site_metrics
-from kvdrift.tracing.borrow import KeyPositions, shared_positions
+from kvdrift.tracing.borrow import shared_positions
 from kvdrift.tracing.sites import GLOBAL_SITES
 from kvdrift.tracing.tap import Values
 
@@ -64,48 +65,72 @@ def head_metrics(a: Values, b: Values, sites: Sequence[str]) -> Arrays:
     return result
 
 
-def kv_metrics(
-    a: Values, b: Values, keys_a: KeyPositions, keys_b: KeyPositions, position: int, sites: Sequence[str]
-) -> Arrays:
-    """Every metric of ``k`` and ``v`` over the positions that both kernels read, → ``[layer, kv_head]``."""
+@dataclass(frozen=True)
+class Reading:
+    """The keys and values that the kernels of one path read at one step.
+
+    Attributes
+    ----------
+    values
+        ``k`` and ``v``, layer by layer, ``[1, kv_head, key, feature]``.
+    positions
+        Layer → the absolute position of each key, by slot.
+    first_seen
+        Layer → the first position that its window lets the current position see (0 where there is no window).
+    current
+        The current position; slots beyond it are hidden by the mask.
+    """
+
+    values: Values
+    positions: Mapping[int, Sequence[int]]
+    first_seen: Mapping[int, int]
+    current: int
+
+    def visible(self, layer: int) -> list[int]:
+        """The positions that the kernel of ``layer`` sees: read, inside the window, not beyond the current one."""
+        return [p for p in self.positions[layer] if self.first_seen.get(layer, 0) <= p <= self.current]
+
+
+def kv_metrics(a: Reading, b: Reading, sites: Sequence[str]) -> Arrays:
+    """Every metric of ``k`` and ``v`` over the positions that both kernels see, → ``[layer, kv_head]``."""
     result: Arrays = {}
     for site in sites:
-        pairs = ((x, y) for _, x, y, _ in _aligned(a[site], b[site], keys_a, keys_b, position))
-        result |= _metrics(site, pairs, dims=2)
+        result |= _metrics(site, ((x, y) for x, y, _ in _aligned(site, a, b)), dims=2)
     return result
 
 
-def kv_positions(
-    a: Values, b: Values, keys_a: KeyPositions, keys_b: KeyPositions, position: int, sites: Sequence[str]
-) -> Arrays:
-    """Relative L2 of every position, ``{site}/rel_l2 [layer, kv_head, position]`` (NaN where not both read it),
-    and which positions each kernel reads, ``visible_a``, ``visible_b`` ``[layer, position]``."""
+def kv_positions(a: Reading, b: Reading, sites: Sequence[str]) -> Arrays:
+    """Relative L2 of every position, ``{site}/rel_l2 [layer, kv_head, position]`` (NaN where not both see it),
+    and which positions each kernel sees, ``visible_a``, ``visible_b`` ``[layer, position]``."""
     result: Arrays = {}
     for site in sites:
         rows = []
-        for _, x, y, positions in _aligned(a[site], b[site], keys_a, keys_b, position):
-            row = np.full((x.shape[0], position + 1), np.nan, dtype=np.float32)
+        for x, y, positions in _aligned(site, a, b):
+            row = np.full((x.shape[0], a.current + 1), np.nan, dtype=np.float32)
             row[:, positions] = torch.stack([relative_l2(h, g) for h, g in zip(x, y, strict=True)]).float().cpu()
             rows.append(row)
         result[f"{site}/rel_l2"] = pad_stack(rows)
-        for name, values, keys in (("visible_a", a, keys_a), ("visible_b", b, keys_b)):
-            seen = np.zeros((len(values[site]), position + 1), dtype=bool)
-            for row, (layer, tensor) in zip(seen, values[site].items(), strict=True):
-                row[[p for p in keys(layer, tensor.shape[2]) if p <= position]] = True
+        for name, reading in (("visible_a", a), ("visible_b", b)):
+            layers = [layer for layer in a.values[site] if layer in b.values[site]]
+            seen = np.zeros((len(layers), a.current + 1), dtype=bool)
+            for row, layer in zip(seen, layers, strict=True):
+                row[reading.visible(layer)] = True
             result[name] = seen
     return result
 
 
 def _aligned(
-    a: dict[int, Tensor], b: dict[int, Tensor], keys_a: KeyPositions, keys_b: KeyPositions, position: int
-) -> Iterator[tuple[int, Float[Tensor, "kv_head key f"], Float[Tensor, "kv_head key f"], list[int]]]:
-    """Layer by layer, the K (or V) of both paths at the positions both read, and those positions."""
-    for layer in (layer for layer in a if layer in b):
-        x, y = a[layer], b[layer]
-        here = keys_a(layer, x.shape[2])
-        in_a, in_b = shared_positions(here, keys_b(layer, y.shape[2]), before=position + 1)
+    site: str, a: Reading, b: Reading
+) -> Iterator[tuple[Float[Tensor, "kv_head key f"], Float[Tensor, "kv_head key f"], list[int]]]:
+    """Layer by layer, the K (or V) of both paths at the positions both see, and those positions."""
+    for layer in (layer for layer in a.values[site] if layer in b.values[site]):
+        x, y = a.values[site][layer], b.values[site][layer]
+        here = a.positions[layer]
+        since = max(a.first_seen.get(layer, 0), b.first_seen.get(layer, 0))
+        before = min(a.current, b.current) + 1
+        in_a, in_b = shared_positions(here, b.positions[layer], since=since, before=before)
         positions = list(here[in_a]) if isinstance(in_a, slice) else [here[slot] for slot in in_a]
-        yield layer, x[0][:, in_a], y[0][:, in_b].to(x.device), positions
+        yield x[0][:, in_a], y[0][:, in_b].to(x.device), positions
 
 
 Pair = tuple[Tensor, Tensor]

@@ -149,8 +149,7 @@ def growth(
     if n_prompts == 0:
         return Growth(note="no layer was measured")
     if np.nanmax(both[:, 0]) == 0:
-        identical = "bit-identical: the drift is zero at every layer"
-        return Growth(n_prompts=n_prompts, note=identical)
+        return Growth(n_prompts=n_prompts, note="the drift is zero at every layer of every profile")
 
     def statistic(data: NDArray[np.float64]) -> NDArray[np.float64]:
         medians = _median(data, axis=-3)
@@ -165,7 +164,7 @@ def growth(
     first, quarter, depth, layer, plateau, final, over_floor = estimates
     note = None
     if plateau is not None and plateau.value == 0:
-        note = "the plateau is zero: most prompts are bit-identical over the last quarter of the layers"
+        note = "the plateau is zero: so is the drift of most prompts over the last quarter of the layers"
     elif n_prompts == 1:
         note = "one prompt: no interval"
     return Growth(first, quarter, depth, layer, plateau, final, over_floor, n_prompts, note)
@@ -508,8 +507,9 @@ def _test_ratio(
     high_t, low_t = np.where(np.isnan(t), np.inf, t), np.where(np.isnan(t), -np.inf, t)
     p_value = float((1 + (high_t >= log_ratio[0] / error[0]).sum()) / (n_boot + 1))
     tail = (1 - confidence) / 2
-    low = np.exp(log_ratio[0] - error[0] * np.quantile(high_t, 1 - tail, method="higher"))
-    high = np.exp(log_ratio[0] - error[0] * np.quantile(low_t, tail, method="lower"))
+    with np.errstate(over="ignore"):
+        low = np.exp(log_ratio[0] - error[0] * np.quantile(high_t, 1 - tail, method="higher"))
+        high = np.exp(log_ratio[0] - error[0] * np.quantile(low_t, tail, method="lower"))
     return Estimate(ratio, (float(low), float(high))), p_value
 
 

@@ -45,7 +45,8 @@ class Drift:
         ``drift/logits/{metric}`` is ``[prompt, step]``. ``local/…`` is laid out alike; ``floor/…`` and
         ``local_floor/…`` have a leading ``seed`` axis. ``layers/{site} [layer]`` numbers a layer axis,
         ``layers/local [layer]`` that of the local arrays. ``positions/{k|v}/rel_l2 [prompt, kept, layer,
-        kv_head, position]`` is kept at ``positions/steps``.
+        kv_head, position]`` is kept at ``positions/steps``. ``fed [prompt, token]`` is the token both paths were
+        fed after each step, ``top1_a`` and ``top1_b [prompt, step]`` what each would have chosen.
     token_texts
         The text of every token id that occurs.
     control
@@ -61,7 +62,7 @@ class Drift:
     >>> model = kd.load(kd.models.tiny("llama"))
     >>> drift = kd.compare(model, [1, 2, 3], max_new_tokens=4, floor=0, progress=False)
     >>> drift.values("resid_post").shape
-    (1, 4, 3)
+    (1, 4, 4)
     """
 
     a: PathInfo
@@ -142,7 +143,15 @@ class Drift:
         )
 
     def growth(self, site: str = "resid_post", **options: Any) -> profile.Growth:
-        """How drift changes from layer to layer; see `kvdrift.drift.profile.growth`."""
+        """How drift changes from layer to layer; see `kvdrift.drift.profile.growth`.
+
+        Raises
+        ------
+        SiteError
+            If the site was not measured or has no layers alone (``embed``, ``k``, …).
+        """
+        if self.values(site).ndim != 3:
+            raise SiteError(f"Growth goes along the layers of a residual site such as 'resid_post'; {site!r} is none.")
         floor = self.per_prompt(site, of="floor") if self.has(site, of="floor") else None
         return profile.growth(self.per_prompt(site), floor, self.layers(site), **options)
 
@@ -171,13 +180,15 @@ class Drift:
     def free_steps(self) -> tuple[int, ...]:
         """Per prompt, how many steps the fed tokens are also those that path *a* chooses by itself.
 
-        Within them forced and free running are the same thing; with ``tokens="a"`` that is every step.
+        Within them forced and free running are the same thing; with ``tokens="a"`` that is every step. Only steps
+        from 0 on without a gap count: where steps between were not measured, nothing is known about them.
         """
+        gapless = int((self.steps == np.arange(len(self.steps))).sum())
         lengths = []
-        for row, fed, measured in zip(self.arrays["top1_a"], self.arrays["fed"], self.measured, strict=True):
-            steps = self.steps[measured]
-            left = [int(s) for s, top in zip(steps, row[measured], strict=True) if fed[s] >= 0 and fed[s] != top]
-            lengths.append(left[0] + 1 if left else (int(steps[-1]) + 1 if steps.size else 0))
+        for fed, own, measured in zip(self.arrays["fed"], self.arrays["top1_a"], self.measured, strict=True):
+            n = min(gapless, int(measured.sum()))
+            left = np.flatnonzero(fed[:n] != own[:n])
+            lengths.append(int(left[0]) + 1 if left.size else n)
         return tuple(lengths)
 
     @property
@@ -185,7 +196,7 @@ class Drift:
         """Step of the first token that differs when each path feeds itself, per prompt.
 
         Under greedy decoding this is the first flip, as long as the tokens fed are path *a*'s own choice; a
-        flip that comes after them is censored (None), as is no flip at all.
+        flip that comes after `free_steps` is censored (None), as is no flip at all.
         """
         return tuple(
             flip if flip is not None and flip < free else None

@@ -26,7 +26,9 @@ def text(drift: Drift) -> str:
     --------
     >>> import kvdrift as kd
     >>> model = kd.load(kd.models.tiny("llama"))
-    >>> print(kd.compare(model, [1, 2, 3], max_new_tokens=4, floor=0, progress=False).summary())
+    >>> drift = kd.compare(model, [1, 2, 3], max_new_tokens=4, floor=0, progress=False)
+    >>> print(text(drift).splitlines()[0])
+    tiny-llama · float32 · attention sdpa · cache-ON against cache-OFF · 1 prompt, 4 steps
     """
     lines = [headline(drift)]
     for mark, sentences in (("•", reading(drift)), ("!", drift.notes)):

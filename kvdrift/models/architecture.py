@@ -49,6 +49,20 @@ class LayerInfo:
     n_kv_heads: int
     head_dim: int
 
+    def first_seen(self, position: int) -> int:
+        """The first position that a query at ``position`` may see.
+
+        Examples
+        --------
+        >>> LayerInfo(0, "sliding", 8, 2, 32).first_seen(20), LayerInfo(0, "chunked", 8, 2, 32).first_seen(20)
+        (13, 16)
+        """
+        if self.window is None:
+            return 0
+        if self.attention == "chunked":
+            return position - position % self.window
+        return max(position - self.window + 1, 0)
+
 
 @dataclass(frozen=True)
 class Architecture:

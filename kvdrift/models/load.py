@@ -156,7 +156,7 @@ def _from_pretrained(
 
     if wanted is not None:
         return fetch(wanted)
-    on_cuda = where.type == "cuda" or device_map is not None
+    on_cuda = torch.cuda.is_available() and (where.type == "cuda" if device_map is None else device_map != "cpu")
     if not on_cuda:
         return fetch(torch.bfloat16)
     model = fetch(torch.float16)
@@ -178,6 +178,8 @@ def _source(name: str, quiet: bool) -> str:
         return name
     if folder.is_file():
         raise ModelError(f"{name} is a file; give the folder that holds config.json and the weights.")
+    if folder.is_absolute() or name.startswith((".", "~")):
+        raise ModelError(f"There is no folder {name}; give one that holds config.json and the weights.")
     if "/" not in name:
         near = presets.suggest(name)
         hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -214,10 +216,9 @@ def _quietly(call: Any, source: str, **options: Any) -> Any:
         raise
     except Exception as error:  # transformers and safetensors raise many kinds
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelError(
-            f"Cannot load {source!r}: {reason} "
-            "(a Hub id needs a network or a local copy; gated models need `hf auth login`)."
-        ) from error
+        hint = "a Hub id needs a network or a local copy; gated models need `hf auth login`"
+        local = Path(source).is_dir()
+        raise ModelError(f"Cannot load {source!r}: {reason}{'' if local else f' ({hint}).'}") from error
     finally:
         if bars:
             hf_logging.enable_progress_bar()

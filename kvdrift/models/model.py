@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kvdrift.tracing.coverage import Coverage
 
 PromptLike = str | Sequence[int] | Tensor
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Model:
@@ -194,15 +195,19 @@ class Model:
 
     # --- identity
 
-    @cached_property
+    @property
     def fingerprint(self) -> str:
-        """A short hash of the configuration, the dtype and a sample of every weight."""
+        """A short hash of the configuration and, for every weight as it is now, its dtype, a sample and a checksum."""
         digest = hashlib.sha256(self.hf.config.to_json_string().encode())
         for name, weight in self.hf.named_parameters():
-            flat = weight.detach().flatten()
-            sample = flat[:: max(flat.numel() // 64, 1)][:64].contiguous().cpu()
             digest.update(f"{name}|{weight.dtype}|{tuple(weight.shape)}|".encode())
+            if weight.is_meta or not weight.numel():  # offloaded
+                continue
+            flat = weight.detach().flatten()  # a fixed stride would read the same few columns in every row
+            places = torch.randint(flat.numel(), (256,), generator=torch.Generator().manual_seed(flat.numel()))
+            sample = flat[places.to(flat.device)].cpu()
             digest.update(sample.view(torch.uint8).numpy().tobytes())
+            digest.update(str(int(flat.view(_INTEGERS[flat.itemsize]).sum())).encode())
         return digest.hexdigest()[:16]
 
     def __repr__(self) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvdrift.controls import Control
 from kvdrift.errors import InputError
+from kvdrift.models.load import load
 from kvdrift.paths.execution import Execution
 from kvdrift.paths.path import Step
 
@@ -22,7 +23,7 @@ class CacheOff:
     Parameters
     ----------
     model
-        Run this model instead of the one given to the verb.
+        Run this model (anything `kvdrift.load` takes) instead of the one given to the verb.
     attn
         Attention implementation; the model's own by default.
     controls
@@ -33,6 +34,10 @@ class CacheOff:
     attn: str | None = None
     controls: tuple[Control, ...] = ()
     label: str = field(default="cache-OFF", kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.model is not None:
+            object.__setattr__(self, "model", load(self.model, quiet=True))
 
     def start(self, model: Model, ids: Sequence[int], controls: tuple[Control, ...] | None = None) -> CacheOffRun:
         """Begin a run over a prompt."""

@@ -12,6 +12,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 
 from kvdrift.controls import Control
 from kvdrift.errors import InputError
+from kvdrift.models.load import load
 from kvdrift.paths.execution import Execution
 from kvdrift.paths.path import Step
 
@@ -26,13 +27,13 @@ class CacheOn:
     Parameters
     ----------
     model
-        Run this model instead of the one given to the verb.
+        Run this model (anything `kvdrift.load` takes) instead of the one given to the verb.
     attn
         Attention implementation; the model's own by default.
     prefill_chunk
         Consume the prompt in chunks of so many tokens; at once by default.
     cache
-        Makes an empty cache; by default ``DynamicCache(config=model.config)``.
+        Makes an empty cache, a new one at every call; by default ``DynamicCache(config=model.config)``.
     controls
         Changes of arithmetic, for example ``ReRoll(0)``.
 
@@ -55,6 +56,13 @@ class CacheOn:
     def __post_init__(self) -> None:
         if self.prefill_chunk is not None and self.prefill_chunk < 1:
             raise InputError(f"prefill_chunk={self.prefill_chunk}: chunks hold at least one token.")
+        if self.cache is not None and not callable(self.cache):
+            raise InputError(
+                f"cache={type(self.cache).__name__}: give a function that makes an empty cache, such as "
+                "lambda: DynamicCache(), since every run needs its own."
+            )
+        if self.model is not None:
+            object.__setattr__(self, "model", load(self.model, quiet=True))
 
     def start(self, model: Model, ids: Sequence[int], controls: tuple[Control, ...] | None = None) -> CacheOnRun:
         """Begin a run over a prompt."""
@@ -82,6 +90,8 @@ class CacheOnRun:
         """Prefill (``token=None``, once) or decode one token."""
         if (token is None) != (self._consumed == 0):
             raise InputError("The first step takes no token, every later one takes the token to consume.")
+        if token is None and self._holds_tokens():
+            raise InputError("A new run's cache holds tokens already: cache= must make an empty one at every call.")
         chunks = self._chunks() if token is None else [[token]]
         for chunk in chunks:
             self._key_offsets = self._offsets(len(chunk))
@@ -108,6 +118,10 @@ class CacheOnRun:
     def close(self) -> None:
         """Let go of the controls."""
         self._execution.close()
+
+    def _holds_tokens(self) -> bool:
+        attention = [layer for layer in self.cache.layers if isinstance(layer, CacheLayerMixin)]
+        return any(int(layer.get_seq_length()) > 0 for layer in attention)
 
     def _chunks(self) -> list[list[int]]:
         size = self.path.prefill_chunk or len(self._prompt)

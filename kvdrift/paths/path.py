@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from jaxtyping import Float
 from torch import Tensor
 
 from kvdrift.controls import Control
+from kvdrift.errors import InputError
 from kvdrift.models.labels import PathInfo
 
 if TYPE_CHECKING:
@@ -89,6 +90,20 @@ class Path(Protocol):
     def start(self, model: Model, ids: Sequence[int], controls: tuple[Control, ...] | None = None) -> Run:
         """Begin a run over a prompt; ``controls`` replaces the path's own where given."""
         ...
+
+
+def check_path(path: Any, name: str) -> Path:
+    """Return ``path``, which was given as argument ``name``.
+
+    Raises
+    ------
+    InputError
+        If it is no path.
+    """
+    if isinstance(path, type) or not callable(getattr(path, "start", None)):
+        shown = path.__name__ if isinstance(path, type) else repr(path)
+        raise InputError(f"{name}={shown} is no path; give an object, such as kd.CacheOn() or kd.CacheOff().")
+    return path
 
 
 def path_info(path: Path, model: Model) -> PathInfo:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from numbers import Integral
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -11,7 +12,7 @@ from kvdrift.errors import InputError, SiteError
 from kvdrift.models.load import load
 from kvdrift.models.model import Model, as_prompts
 from kvdrift.paths.cache_on import CacheOn
-from kvdrift.paths.path import Path
+from kvdrift.paths.path import Path, check_path
 from kvdrift.paths.recording import Positions, Recording
 from kvdrift.tracing.sites import choose_layers, parse_sites
 from kvdrift.tracing.trace import Trace
@@ -86,12 +87,12 @@ def record(
     (['step', 'layer', 'kv_head', 'feature'], (4, 4, 2, 32))
     """
     model = load(model, quiet=not progress)
-    path = CacheOn() if path is None else path
+    path = CacheOn() if path is None else check_path(path, "path")
     given, many = as_prompts(prompts)
     encoded = [model.encode(prompt, chat) for prompt in given]
     followed = _followed(model, tokens, len(encoded))
-    if max_new_tokens < 1:
-        raise InputError(f"max_new_tokens={max_new_tokens}: give at least 1.")
+    if not isinstance(max_new_tokens, Integral) or max_new_tokens < 1:
+        raise InputError(f"max_new_tokens={max_new_tokens}: give a whole number of at least 1.")
     used = path.model or model
     n_layers, n_heads = used.architecture.n_layers, used.architecture.n_heads
     default = [site for site in DEFAULT_SITES if site in used.coverage.sites]

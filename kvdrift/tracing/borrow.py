@@ -21,15 +21,15 @@ KeyPositions = Callable[[int, int], Sequence[int]]
 Index = slice | list[int]
 
 
-def shared_positions(a: Sequence[int], b: Sequence[int], before: int) -> tuple[Index, Index]:
+def shared_positions(a: Sequence[int], b: Sequence[int], before: int, since: int = 0) -> tuple[Index, Index]:
     """Where the positions that two paths both read sit in each of them.
 
     Parameters
     ----------
     a, b
         Absolute positions of the keys of each path, by slot.
-    before
-        Positions from here on are left out.
+    before, since
+        Only positions from ``since`` on, ahead of ``before``.
 
     Returns
     -------
@@ -42,9 +42,10 @@ def shared_positions(a: Sequence[int], b: Sequence[int], before: int) -> tuple[I
     (slice(0, 3, None), slice(2, 5, None))
     """
     if isinstance(a, range) and isinstance(b, range):
-        start, stop = max(a.start, b.start), max(min(a.stop, b.stop, before), a.start, b.start)
+        start = max(a.start, b.start, since)
+        stop = max(min(a.stop, b.stop, before), start)
         return slice(start - a.start, stop - a.start), slice(start - b.start, stop - b.start)
-    place = {position: slot for slot, position in enumerate(b) if position < before}
+    place = {position: slot for slot, position in enumerate(b) if since <= position < before}
     pairs = [(slot, place[position]) for slot, position in enumerate(a) if position in place]
     return [slot for slot, _ in pairs], [slot for _, slot in pairs]
 

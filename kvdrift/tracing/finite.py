@@ -44,7 +44,8 @@ def explain_nonfinite(model: Model, tokens: Sequence[int], attn: str | None = No
     sites = dict.fromkeys(site for site in (*BLOCK_SITES, "q", "k", "v", "z") if site in model.coverage.sites)
     ids = torch.tensor([list(tokens)], device=model.device)
     with model.evaluating(), model.backend.attention(attn), Tap(model, sites, where="all", kv_where="all") as tap:
-        model.backend.forward(ids, 0)
+        logits = model.backend.forward(ids, 0)
+    advice = "use dtype='bfloat16' or 'float32'" if model.dtype == torch.float16 else "use dtype='float64'"
     largest, at = 0.0, "the embeddings"
     for layer in range(len(model.tree.blocks)):
         for site in (site for site in _ORDER if layer in tap.values.get(site, {})):
@@ -57,9 +58,14 @@ def explain_nonfinite(model: Model, tokens: Sequence[int], attn: str | None = No
                 return NonFiniteError(
                     f"{model.name} in {model.dtype_name} leaves the finite numbers at {site} of layer {layer}: "
                     f"the largest finite value up to there is {largest:.4g} ({at}), and {model.dtype_name} ends at "
-                    f"{torch.finfo(model.dtype).max:.4g}; use dtype='bfloat16' or 'float32'."
+                    f"{torch.finfo(model.dtype).max:.4g}; {advice}."
                 )
+    if logits.isfinite().all():
+        return NonFiniteError(
+            f"A path gives values that are not finite, but {model.name} in {model.dtype_name} does not when it reads "
+            "the same tokens plainly, without a cache: look at the path's own cache, attention and controls."
+        )
     return NonFiniteError(
         f"{model.name} in {model.dtype_name} gives logits that are not finite although every block is (largest "
-        f"value {largest:.4g}, {at}); use dtype='bfloat16' or 'float32'."
+        f"value {largest:.4g}, {at}); {advice}."
     )

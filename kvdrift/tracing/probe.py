@@ -43,9 +43,13 @@ def probe(model: Model) -> Coverage:
 
     Raises
     ------
+    ModelError
+        If the model cannot run, or keeps state outside its cache.
     NotFaithfulError
         If the logits with all taps in place differ in a bit from those without.
     """
+    if model.device.type == "meta":
+        raise ModelError(f"{model.name} is on the meta device, without weights, so it cannot run; load it with them.")
     with model.evaluating():
         passes = _passes(model)
         plain = [prepare()() for prepare in passes]
@@ -174,8 +178,13 @@ def _find(model: Model, passes: list[Prepared]) -> Coverage:
             )
             reasons[site] = _in_layers(missing, n_layers) + why
 
+    uncached, decoding = watched
+    windows = [info.window or PROBE_TOKENS for info in model.architecture.layers]
     attention = tuple(
-        layer for layer in range(n_layers) if all(w.calls.get(layer, []) == [PROBE_TOKENS] for w in watched)
+        layer
+        for layer, window in enumerate(windows)
+        if uncached.calls.get(layer) == [PROBE_TOKENS]
+        and decoding.calls.get(layer) in ([PROBE_TOKENS], [min(PROBE_TOKENS, window)])
     )
     missing = [layer for layer in range(n_layers) if layer not in attention]
     if missing:

@@ -80,7 +80,7 @@ class _Table:
 
     table: MutableMapping[str, Callable[..., Output]]
     before: dict[str, Callable[..., Output]]
-    names: tuple[str, ...]
+    wrappers: dict[str, Callable[..., Output]]
     users: int = 0
 
 
@@ -139,6 +139,7 @@ def seam(model: nn.Module, link: Link) -> Iterator[None]:
 
     Examples
     --------
+    >>> import torch
     >>> import kvdrift as kd
     >>> from kvdrift.tracing.seam import Order, seam
     >>> class Count:
@@ -150,7 +151,7 @@ def seam(model: nn.Module, link: Link) -> Iterator[None]:
     >>> with seam(model, count):
     ...     _ = model(torch.tensor([[1, 2, 3]]))
     >>> count.calls
-    3
+    4
     """
     registered = _Registered(link, frozenset(id(module) for module in model.modules()))
     tables = attention_tables(model)
@@ -168,12 +169,11 @@ def seam(model: nn.Module, link: Link) -> Iterator[None]:
 def _wrap(table: MutableMapping[str, Callable[..., Output]]) -> None:
     known = _STATE.tables.get(id(table))
     if known is None:
-        names = tuple(dict.fromkeys((*table, _EAGER)))
+        wrappers = {name: _wrapper(table.get(name)) for name in dict.fromkeys((*table, _EAGER))}
         local = getattr(table, "_local_mapping", table)
-        known = _STATE.tables[id(table)] = _Table(table, dict(local), names)
-        originals = {name: table.get(name) for name in names}
-        for name in names:
-            table[name] = _wrapper(originals[name])
+        known = _STATE.tables[id(table)] = _Table(table, dict(local), wrappers)
+        for name, wrapper in wrappers.items():
+            table[name] = wrapper
     known.users += 1
 
 
@@ -183,7 +183,9 @@ def _unwrap(table: MutableMapping[str, Callable[..., Output]]) -> None:
     if known.users:
         return
     del _STATE.tables[id(table)]
-    for name in known.names:
+    for name, wrapper in known.wrappers.items():
+        if table.get(name) is not wrapper:  # somebody put their own there meanwhile: it is theirs to keep
+            continue
         if name in known.before:
             table[name] = known.before[name]
         else:

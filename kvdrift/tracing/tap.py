@@ -87,6 +87,7 @@ class Tap:
         self.values: Values = {}
         self.steps: list[Values] = []
         self._stack = ExitStack()
+        self._active = False
 
     # --- reading
 
@@ -105,6 +106,8 @@ class Tap:
     # --- hooks
 
     def __enter__(self) -> Tap:
+        if self._active:
+            raise SiteError("This tap is in place already; make another one for the inner block.")
         with ExitStack() as stack:
             stack.enter_context(_hook(self.model.hf.register_forward_pre_hook(self._begin)))
             stack.enter_context(_hook(self.model.hf.register_forward_hook(self._end)))
@@ -114,9 +117,11 @@ class Tap:
             if any(site in (*HEAD_SITES, PATTERN) for site in self.layers):
                 stack.enter_context(seam(self.model.hf, self))
             self._stack = stack.pop_all()
+        self._active = True
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._active = False
         self._stack.close()
 
     def _place(self, stack: ExitStack, site: str, layer: int) -> None:
@@ -225,7 +230,7 @@ def tap(
     Raises
     ------
     SiteError
-        If the model does not give a site, with the reason.
+        If the model does not give a site, with the reason, or ``positions`` is something else.
 
     Examples
     --------
@@ -234,12 +239,14 @@ def tap(
     >>> with kd.tap(hf, ["resid_post", "k"]) as taps:
     ...     _ = hf(torch.tensor([[1, 2, 3]]))
     >>> taps["resid_post"].shape
-    torch.Size([3, 1, 256])
+    torch.Size([4, 1, 256])
     """
     from kvdrift.models.load import load
 
     wrapped = load(model, quiet=True)
     wanted = choose_layers(parse_sites(sites), layers, wrapped.architecture.n_layers)
+    if positions not in ("current", "all"):
+        raise SiteError(f"positions={positions!r}: a tap keeps 'current' or 'all' positions.")
     n_heads = wrapped.architecture.n_heads
     if heads is not None and (not len(heads) or any(not 0 <= head < n_heads for head in heads)):
         raise SiteError(f"heads={list(heads)}: this model has query heads 0 to {n_heads - 1}.")

@@ -4,6 +4,7 @@ import pytest
 
 from kvdrift.cli import main
 from kvdrift.drift import compare as comparing
+from kvdrift.drift import job
 from kvdrift.drift.result import Drift
 
 QUICK = ["--floor", "0", "--no-local", "--max-new-tokens", "4"]
@@ -99,7 +100,7 @@ def test_every_kind_of_line(folder, tmp_path, capsys):
 
 def stop_after(monkeypatch, steps):
     """Ctrl-C at a step of the decoding loop."""
-    real, left = comparing.greedy, [steps]
+    real, left = job.greedy, [steps]
 
     def greedy(*arguments):
         left[0] -= 1
@@ -107,7 +108,7 @@ def stop_after(monkeypatch, steps):
             raise KeyboardInterrupt
         return real(*arguments)
 
-    monkeypatch.setattr(comparing, "greedy", greedy)
+    monkeypatch.setattr(job, "greedy", greedy)
 
 
 def test_ctrl_c_keeps_finished_prompts_and_the_same_command_goes_on(folder, cache, monkeypatch, capsys):

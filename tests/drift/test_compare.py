@@ -92,7 +92,9 @@ def test_keys_and_values_over_shared_positions_against_numpy(both):
         x, y = numpy(on[site]), numpy(off[site])
         for step in range(4):
             for place, layer in enumerate(drift.layers(site)):
-                both_read = shared[step, place].all(0)
+                window = model.architecture.layers[int(layer)].window
+                inside = np.arange(len(PROMPT) + 3) > len(PROMPT) - 1 + step - (window or np.inf)
+                both_read = shared[step, place].all(0) & inside
                 for head in range(x.shape[2]):
                     u, v = x[step, place, head][both_read], y[step, place, head][both_read]
                     at = (0, step, place, head)
@@ -103,11 +105,10 @@ def test_keys_and_values_over_shared_positions_against_numpy(both):
                     expected = np.full(len(PROMPT) + 3, np.nan)
                     expected[both_read] = rel_l2(u, v)
                     np.testing.assert_allclose(row, expected.astype(np.float32), rtol=1e-6)
-                window = model.architecture.layers[int(layer)].window
-                if window is not None and step:
+                if window is not None:
                     assert both_read.sum() == min(window, len(PROMPT) + step)
-        for name, trace in (("visible_a", on), ("visible_b", off)):
-            np.testing.assert_array_equal(drift.arrays[f"positions/{name}"][0], trace.valid(site)[:, :, 0].numpy())
+                for name in ("visible_a", "visible_b"):
+                    np.testing.assert_array_equal(drift.arrays[f"positions/{name}"][0, step, place], both_read)
 
 
 def test_logits_against_numpy(both):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from kvdrift.drift import measure
-from kvdrift.drift.measure import head_metrics, kv_metrics, kv_positions, pad_stack, residual_metrics
+from kvdrift.drift.measure import Reading, head_metrics, kv_metrics, kv_positions, pad_stack, residual_metrics
 
 CPU = torch.device("cpu")
 
@@ -22,6 +22,23 @@ def values(site, n_layers, shape, seed, dtypes=None, start=0):
     generator = torch.Generator().manual_seed(seed)
     dtypes = dtypes or [torch.float32] * n_layers
     return {site: {start + i: torch.randn(shape, generator=generator).to(d) for i, d in enumerate(dtypes)}}
+
+
+def reading(values, positions, current, first_seen=0):
+    layers = next(iter(values.values()))
+    return Reading(values, dict.fromkeys(layers, positions), dict.fromkeys(layers, first_seen), current)
+
+
+def test_what_a_window_hides_is_neither_compared_nor_visible():
+    a, b = values("k", 1, (1, 1, 8, 4), 0), values("k", 1, (1, 1, 8, 4), 0)
+    a["k"][0][0, 0, 3] += 1.0
+    full, hidden = (reading(a, range(8), 7, first) for first in (0, 4))
+    assert (kv_metrics(full, reading(b, range(8), 7), ("k",))["k/rel_l2"] > 0).all()
+    assert (kv_metrics(hidden, reading(b, range(8), 7), ("k",))["k/rel_l2"] == 0).all()
+    rows = kv_positions(hidden, reading(b, range(8), 7), ("k",))
+    assert rows["visible_a"].tolist() == [[False] * 4 + [True] * 4]
+    assert rows["visible_b"].all()
+    assert np.isnan(rows["k/rel_l2"][0, 0]).tolist() == [True] * 4 + [False] * 4
 
 
 def test_residual_sites_layer_by_layer():
@@ -67,15 +84,15 @@ def test_keys_over_shared_positions(elements, monkeypatch):
     monkeypatch.setattr(measure, "MAX_ELEMENTS", elements)
     b = values("k", 2, (1, 2, 8, 4), 0)
     a = {"k": {x: t[:, :, 3:].clone() for x, t in b["k"].items()}}
-    keys_a, keys_b = (lambda layer, n: range(3, 3 + n)), (lambda layer, n: range(n))
-    same = kv_metrics(a, b, keys_a, keys_b, 7, ("k",))
+    one, two = reading(a, range(3, 8), 7), reading(b, range(8), 7)
+    same = kv_metrics(one, two, ("k",))
     assert (same["k/rel_l2"] == 0).all()
     assert (same["k/identical"] == 1).all()
     a["k"][1][0, 1, 2] += 1.0
-    found = kv_metrics(a, b, keys_a, keys_b, 7, ("k",))
+    found = kv_metrics(one, two, ("k",))
     assert np.argwhere(found["k/rel_l2"]).tolist() == [[1, 1]]
     np.testing.assert_allclose(found["k/rel_l2"][1, 1], rel_l2(a["k"][1][0, 1], b["k"][1][0, 1, 3:]), rtol=1e-14)
-    rows = kv_positions(a, b, keys_a, keys_b, 7, ("k",))
+    rows = kv_positions(one, two, ("k",))
     assert np.isnan(rows["k/rel_l2"][:, :, :3]).all()
     assert np.argwhere(np.nan_to_num(rows["k/rel_l2"])).tolist() == [[1, 1, 5]]
     assert rows["visible_a"].tolist() == [[False] * 3 + [True] * 5] * 2
@@ -87,9 +104,9 @@ def test_slots_beyond_the_current_position_are_not_compared():
     a, b = values("v", 1, (1, 1, 10, 4), 0), {"v": {}}
     b["v"][0] = a["v"][0][:, :, :6].clone()
     a["v"][0][:, :, 6:] = float("nan")
-    found = kv_metrics(a, b, lambda _, n: range(n), lambda _, n: range(n), 5, ("v",))
+    found = kv_metrics(reading(a, range(10), 5), reading(b, range(6), 5), ("v",))
     assert (found["v/rel_l2"] == 0).all()
-    rows = kv_positions(a, b, lambda _, n: range(n), lambda _, n: range(n), 5, ("v",))
+    rows = kv_positions(reading(a, range(10), 5), reading(b, range(6), 5), ("v",))
     assert rows["v/rel_l2"].shape == (1, 1, 6)
     assert rows["visible_a"].shape == (1, 6)
 
@@ -99,7 +116,7 @@ def test_positions_in_any_order_land_at_their_place():
     order = [2, 0, 3, 1]
     a = {"k": {0: b["k"][0][:, :, order].clone()}}
     a["k"][0][0, 0, 2] *= 2  # position 3
-    rows = kv_positions(a, b, lambda _, n: order, lambda _, n: range(n), 3, ("k",))
+    rows = kv_positions(reading(a, order, 3), reading(b, range(4), 3), ("k",))
     np.testing.assert_array_equal(rows["k/rel_l2"][0, 0], np.float32([0, 0, 0, 1]))
 
 

@@ -96,7 +96,7 @@ def test_bit_identical_profiles_have_no_growth() -> None:
     g = growth(np.zeros((3, 6)), np.ones((3, 6)), range(6))
     assert all(getattr(g, name) is None for name in NUMBERS)
     assert g.n_prompts == 3
-    assert "bit-identical" in g.note
+    assert "zero at every layer" in g.note
 
 
 def test_zeros_within_a_profile() -> None:

@@ -115,9 +115,7 @@ def test_blocks_and_final_norm_run_in_that_order(family):
     seen = []
     modules = [tree.embed, *tree.blocks, tree.final_norm, tree.head]
     handles = [
-        module.register_forward_pre_hook(
-            lambda _, args, kwargs, i=i: seen.append((i, args, kwargs)), with_kwargs=True
-        )
+        module.register_forward_pre_hook(lambda _, args, kwargs, i=i: seen.append((i, args, kwargs)), with_kwargs=True)
         for i, module in enumerate(modules)
     ]
     outputs = []

@@ -110,7 +110,7 @@ def test_no_network_and_nothing_cached(monkeypatch, tmp_path):
 
     monkeypatch.setattr(socket, "create_connection", refuse)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ModelError, match="Cannot load 'nobody/nothing'.*network") as caught:
+    with pytest.raises(ModelError, match=r"Cannot load 'nobody/nothing'.*network") as caught:
         kd.load("nobody/nothing", quiet=True)
     assert "\n" not in str(caught.value)
 

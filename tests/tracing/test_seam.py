@@ -163,3 +163,15 @@ def test_extra_arguments_reach_the_native_function():
         assert all(call["scaling"] is not None for call in kwargs)
         if family == "gemma2":
             assert all(call["softcap"] for call in kwargs)
+
+
+def test_an_override_made_inside_a_seam_stays():
+    def mine(*args, **kwargs):
+        raise AssertionError("never called")
+
+    try:
+        with seam(tiny("llama"), Link()):
+            ALL_ATTENTION_FUNCTIONS["sdpa"] = mine
+        assert ALL_ATTENTION_FUNCTIONS["sdpa"] is mine
+    finally:
+        ALL_ATTENTION_FUNCTIONS._local_mapping.pop("sdpa", None)

@@ -40,9 +40,9 @@ def test_what_was_not_computed_is_zero_and_not_valid(trace):
 def test_a_site_that_was_not_recorded_is_refused(tiny_model):
     trace = kd.record(tiny_model("llama"), [1, 2], sites="k", max_new_tokens=1, progress=False)
     for ask in (trace.__getitem__, trace.axes, trace.valid):
-        with pytest.raises(SiteError, match="no 'v'; it recorded k"):
+        with pytest.raises(SiteError) as caught:
             ask("v")
-    assert "KeyError" not in str(pytest.raises(SiteError, trace.axes, "v").value)
+        assert str(caught.value) == "This trace has no 'v'; it recorded k."
 
 
 def test_a_file_gives_back_everything(trace, tmp_path, same_bits):

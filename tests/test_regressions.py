@@ -206,3 +206,9 @@ def test_a_file_of_prompts_may_begin_with_a_byte_order_mark(tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text('"One"\n"Two"\n', encoding="utf-8-sig")
     assert read_jsonl(file) == ["One", "Two"]
+
+
+def test_gaps_between_measured_steps_are_not_blamed_on_the_tokens(tiny_model):
+    words = kd.compare(tiny_model(), PROMPT, every=2, **SHORT | {"max_new_tokens": 6}).summary().replace("\n  ", " ")
+    assert "not looked at" in words
+    assert "own choice" not in words

@@ -12,6 +12,7 @@ from kvdrift.cli import console
 from kvdrift.cli.command import command_line
 from kvdrift.cli.prompts import gather
 from kvdrift.cli.running import resumable
+from kvdrift.errors import InputError
 
 
 def compare(
@@ -41,6 +42,8 @@ def compare(
 ) -> None:
     """Measure how far cache-ON drifts from cache-OFF on the same tokens."""
     given = gather(prompt, prompts)
+    if save is not None and save == report:
+        raise InputError(f"--save and --report both name {save}; give two files.")
     console.check_target(save)
     console.check_target(report)
     command = command_line(

@@ -13,7 +13,7 @@ from kvdrift.cli.running import resumable
 
 MODEL = "smollm2-135m"
 PROMPTS = 5
-NEW_TOKENS = 16
+NEW_TOKENS = 12
 FLOOR_SEEDS = 2
 CONTROL = "float32"
 QUICK_PROMPTS = 2

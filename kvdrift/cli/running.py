@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvdrift.cli.console import Interrupted
+from kvdrift.errors import WeightsError
 
 if TYPE_CHECKING:
     from kvdrift.drift.result import Drift
@@ -47,7 +48,7 @@ def resumable(model: Model, prompts: list[Any], command: str, compare: Callable[
     return replace(drift, provenance={**drift.provenance, "command": command})
 
 
-def _folder(model: Model, prompts: list[Any], command: str) -> Path:
+def _folder(model: Model, prompts: list[Any], command: str) -> Path | None:
     import torch
     import transformers
 
@@ -58,7 +59,10 @@ def _folder(model: Model, prompts: list[Any], command: str) -> Path:
         torch.__version__, transformers.__version__, torch.get_num_threads(),
     ]  # fmt: skip
     name = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
-    return cache_folder() / "unfinished" / name
+    try:
+        return cache_folder() / "unfinished" / name
+    except WeightsError:
+        return None  # nowhere to keep finished prompts; the comparison itself needs no cache folder
 
 
 def _tidy(folder: Path | None, prompts: int) -> str:

@@ -168,6 +168,7 @@ class Job:
             "b": asdict(path_info(self.b, self.b.model or self.model)) | {"path": _describe(self.b)},
             "weights": [weights[id(m)] for m in models],
             "threads": torch.get_num_threads(),
+            "software": provenance.collect()["software"],
             "plan": asdict(self.plan),
             "tokens": self.tokens,
             "control": None if self.control is None else self.control.model.dtype_name,
@@ -190,4 +191,5 @@ def _describe(path: Path) -> dict[str, Any]:
         for name, value in getattr(path, "__dict__", {}).items()
         if isinstance(value, (int, str)) or value is None
     }
-    return {"type": type(path).__name__} | values
+    made_by = getattr(getattr(path, "cache", None), "__qualname__", None)
+    return {"type": type(path).__name__} | values | ({} if made_by is None else {"cache": made_by})

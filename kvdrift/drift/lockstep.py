@@ -265,7 +265,7 @@ class Lockstep:
         self._refuse_nonfinite(a, tokens)
         self.dtypes = {"a": _dtypes(a.values), "b": _dtypes(b.values)}
         found |= _under("drift", self._drift(a, b, tokens))
-        found |= self._floor(a, floors, token)
+        found |= self._floor(a, floors, token, tokens)
         if token is not None:
             for name, live, before in zip(("self_a", "self_b"), (a, b), earlier, strict=False):
                 found |= _under(name, self._self_drift(live, before))
@@ -299,11 +299,12 @@ class Lockstep:
             logits_a, logits_b = heads[0](torch.cat([state_a, state_b]))
         return kl_divergence(logits_b.to(logits_a.device), logits_a)
 
-    def _floor(self, a: _Live, floors: list[_Live], token: int | None) -> Arrays:
+    def _floor(self, a: _Live, floors: list[_Live], token: int | None, tokens: list[int]) -> Arrays:
         """Path a against its re-rolls: ``floor/{site}/rel_l2 [seed, layer]`` and logit metrics ``[seed]``."""
         rows: list[Arrays] = []
         for live in floors:
             live.advance(token)
+            self._refuse_nonfinite(live, tokens)
             row = measure.residual_metrics(live.values, a.values, self.plan.floored, a.logits.device)
             row = {name: value for name, value in row.items() if name.endswith("/rel_l2")}
             logits = logit_metrics(live.logits, a.logits)

@@ -45,7 +45,12 @@ class FinishedPrompts:
         """The drift of a prompt that was finished before."""
         if self.folder is None or not self._file(number).is_file():
             return None
-        return Drift.load(self._file(number))
+        try:
+            return Drift.load(self._file(number))
+        except FileError as error:
+            raise FileError(
+                f"{self._file(number)} cannot be used; delete it to run that prompt again. {error}"
+            ) from error
 
     def save(self, number: int, drift: Drift) -> None:
         """Keep a finished prompt."""

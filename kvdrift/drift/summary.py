@@ -258,7 +258,7 @@ def _free(drift: Drift) -> str:
         sentence = f"Left to themselves the two paths part in {len(parted)} of {prompts}, {when}"
     else:
         sentence = f"Left to themselves the two paths write the same text, as far as measured ({prompts})"
-    if cut:
+    if cut and not gaps:
         sentence += "; where the tokens fed were not path a's own choice, what follows is not known"
     if gaps:
         sentence += "; steps between the measured ones were not looked at"

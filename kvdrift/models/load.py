@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.utils import logging as hub_logging
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as hf_logging
@@ -71,6 +73,10 @@ def load(
     if isinstance(x, Model):
         return _unchanged(x, dtype, device, attn)
     if isinstance(x, nn.Module):
+        if hasattr(x, "_orig_mod"):
+            raise ModelError(
+                "A compiled model fuses the sites that kvdrift reads; give the uncompiled one (model._orig_mod)."
+            )
         if not hasattr(x, "config") or not hasattr(x, "get_input_embeddings"):
             raise ModelError(f"{type(x).__name__} is not a transformers model; give a causal LM of transformers.")
         model = _unchanged(Model(x, tokenizer), dtype, device, attn)
@@ -159,6 +165,11 @@ def _from_pretrained(
     on_cuda = torch.cuda.is_available() and (where.type == "cuda" if device_map is None else device_map != "cpu")
     if not on_cuda:
         return fetch(torch.bfloat16)
+    return _float16_if_finite(fetch, name, quiet)
+
+
+def _float16_if_finite(fetch: Callable[[torch.dtype], Model], name: str, quiet: bool) -> Model:
+    """The model in float16, or in bfloat16 if a probe pass in float16 overflows."""
     model = fetch(torch.float16)
     if _stays_finite(model):
         return model
@@ -208,8 +219,9 @@ def _pretrained(source: str, **options: Any) -> Any:
 
 def _quietly(call: Any, source: str, **options: Any) -> Any:
     """Run a ``from_pretrained`` without its bars, and turn its many failures into one sentence."""
-    bars = hf_logging.is_progress_bar_enabled()
+    bars, hub_level = hf_logging.is_progress_bar_enabled(), hub_logging.get_verbosity()
     hf_logging.disable_progress_bar()
+    hub_logging.set_verbosity_error()
     try:
         return call(source, **options)
     except ModelError:
@@ -220,6 +232,7 @@ def _quietly(call: Any, source: str, **options: Any) -> Any:
         local = Path(source).is_dir()
         raise ModelError(f"Cannot load {source!r}: {reason}{'' if local else f' ({hint}).'}") from error
     finally:
+        hub_logging.set_verbosity(hub_level)
         if bars:
             hf_logging.enable_progress_bar()
 

@@ -7,8 +7,10 @@ import html
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -247,6 +249,8 @@ def as_prompts(prompts: Any) -> tuple[list[PromptLike], bool]:
     """
     if isinstance(prompts, str):
         return [prompts], False
+    if isinstance(prompts, np.ndarray):
+        prompts = torch.as_tensor(prompts)
     if isinstance(prompts, Tensor):
         if prompts.ndim == 1 or (prompts.ndim == 2 and prompts.shape[0] == 1):
             return [prompts], False
@@ -258,8 +262,8 @@ def as_prompts(prompts: Any) -> tuple[list[PromptLike], bool]:
         raise InputError(f"Prompts are text, token ids or a list of those, not {type(prompts).__name__}.")
     if not prompts:
         raise InputError("The prompt is empty; give at least one token or one character of text.")
-    if all(isinstance(token, int) and not isinstance(token, bool) for token in prompts):
+    if all(isinstance(token, Integral) and not isinstance(token, bool) for token in prompts):
         return [list(prompts)], False
-    if all(isinstance(prompt, (str, list, tuple, Tensor)) for prompt in prompts):
+    if all(isinstance(prompt, (str, list, tuple, Tensor, np.ndarray)) for prompt in prompts):
         return list(prompts), True
     raise InputError("A list of prompts holds texts, lists of token ids or tensors; this one holds something else.")

@@ -14,7 +14,7 @@ from kvdrift.models.model import Model, as_prompts
 from kvdrift.paths.cache_on import CacheOn
 from kvdrift.paths.path import Path, check_path
 from kvdrift.paths.recording import Positions, Recording
-from kvdrift.tracing.sites import choose_layers, parse_sites
+from kvdrift.tracing.sites import choose_heads, choose_layers, parse_sites
 from kvdrift.tracing.trace import Trace
 
 DEFAULT_SITES = ("resid_post", "k", "v", "logits")
@@ -26,9 +26,9 @@ def record(
     *,
     path: Path | None = None,
     sites: Iterable[str] | str | None = None,
-    layers: Iterable[int] | None = None,
-    heads: Sequence[int] | None = None,
-    positions: Positions = "current",
+    layers: Iterable[int] | int | None = None,
+    heads: Sequence[int] | int | None = None,
+    positions: Positions | int = "current",
     max_new_tokens: int = 32,
     tokens: Any = None,
     offload: bool = False,
@@ -97,8 +97,8 @@ def record(
     n_layers, n_heads = used.architecture.n_layers, used.architecture.n_heads
     default = [site for site in DEFAULT_SITES if site in used.coverage.sites]
     wanted = choose_layers(parse_sites(default if sites is None else sites), layers, n_layers)
-    if heads is not None and (not len(heads) or any(not 0 <= head < n_heads for head in heads)):
-        raise SiteError(f"heads={list(heads)}: {used.name} has query heads 0 to {n_heads - 1}.")
+    kept = choose_heads(heads, n_heads)
+    positions = [positions] if isinstance(positions, int) else positions
     positions = positions if isinstance(positions, str) else [int(position) for position in positions]
     lengths = [max_new_tokens if ids is None else len(ids) for ids in followed]
     for ids, length in zip(encoded, lengths, strict=True):
@@ -107,7 +107,7 @@ def record(
     traces = []
     with tqdm(total=sum(lengths), desc="record", unit="step", disable=not progress) as bar:
         for prompt, ids, follow, length in zip(given, encoded, followed, lengths, strict=True):
-            recording = Recording(used, path, wanted, heads, positions, offload, memory_budget, progress)
+            recording = Recording(used, path, wanted, kept, positions, offload, memory_budget, progress)
             traces.append(recording.run(used.label(prompt, ids), follow, length, bar))
     return traces if many else traces[0]
 

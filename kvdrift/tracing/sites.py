@@ -73,7 +73,7 @@ def _parse(name: str) -> tuple[str, int | None]:
 
 
 def choose_layers(
-    wanted: Mapping[str, frozenset[int] | None], layers: Iterable[int] | None, n_layers: int
+    wanted: Mapping[str, frozenset[int] | None], layers: Iterable[int] | int | None, n_layers: int
 ) -> dict[str, frozenset[int] | None]:
     """Restrict sites to ``layers`` (negative ones count from the end).
 
@@ -83,7 +83,7 @@ def choose_layers(
         If a layer is out of range.
     """
     named = {layer for chosen in wanted.values() if chosen is not None for layer in chosen}
-    given = None if layers is None else list(layers)
+    given = None if layers is None else [layers] if isinstance(layers, int) else list(layers)
     for layer in [*sorted(named), *(given or [])]:
         if not -n_layers <= layer < n_layers:
             raise SiteError(f"There is no layer {layer}: this model has layers 0 to {n_layers - 1}.")
@@ -91,3 +91,19 @@ def choose_layers(
         return dict(wanted)
     kept = frozenset(layer % n_layers for layer in given)
     return {site: kept if chosen is None else chosen & kept for site, chosen in wanted.items()}
+
+
+def choose_heads(heads: Iterable[int] | int | None, n_heads: int) -> list[int] | None:
+    """Query heads to keep, or None for all.
+
+    Raises
+    ------
+    SiteError
+        If none is named, or one twice or out of range.
+    """
+    if heads is None:
+        return None
+    chosen = [heads] if isinstance(heads, int) else list(heads)
+    if not chosen or len(set(chosen)) < len(chosen) or any(not 0 <= head < n_heads for head in chosen):
+        raise SiteError(f"heads={chosen}: name each once, among heads 0 to {n_heads - 1}.")
+    return chosen

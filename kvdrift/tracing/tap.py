@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from kvdrift.errors import SiteError
 from kvdrift.tracing.seam import AttentionCall, Order, Output, seam
-from kvdrift.tracing.sites import GLOBAL_SITES, HEAD_SITES, LOGITS, PATTERN, choose_layers, parse_sites
+from kvdrift.tracing.sites import GLOBAL_SITES, HEAD_SITES, LOGITS, PATTERN, choose_heads, choose_layers, parse_sites
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -200,8 +200,8 @@ def tap(
     model: Any,
     sites: str | Iterable[str],
     *,
-    layers: Iterable[int] | None = None,
-    heads: Sequence[int] | None = None,
+    layers: Iterable[int] | int | None = None,
+    heads: Sequence[int] | int | None = None,
     positions: Where = "current",
 ) -> Tap:
     """Watch sites in a loop of your own; each top-level forward pass is one step.
@@ -247,7 +247,5 @@ def tap(
     wanted = choose_layers(parse_sites(sites), layers, wrapped.architecture.n_layers)
     if positions not in ("current", "all"):
         raise SiteError(f"positions={positions!r}: a tap keeps 'current' or 'all' positions.")
-    n_heads = wrapped.architecture.n_heads
-    if heads is not None and (not len(heads) or any(not 0 <= head < n_heads for head in heads)):
-        raise SiteError(f"heads={list(heads)}: this model has query heads 0 to {n_heads - 1}.")
-    return Tap(wrapped, wanted, where=positions, kv_where=positions, heads=heads, keep=True)
+    kept = choose_heads(heads, wrapped.architecture.n_heads)
+    return Tap(wrapped, wanted, where=positions, kv_where=positions, heads=kept, keep=True)

@@ -9,6 +9,7 @@ from transformers import BertConfig, BertForMaskedLM, T5Config, T5ForConditional
 
 import kvdrift as kd
 from kvdrift.errors import InputError, ModelError
+from kvdrift.models.load import _float16_if_finite
 from kvdrift.models.model import Model
 from kvdrift.models.tiny import tiny
 
@@ -199,6 +200,11 @@ def test_float16_that_overflows_on_a_probe_becomes_bfloat16(tmp_path, capsys):
     hf = tiny("llama")
     hf.model.layers[2].mlp.down_proj.weight.mul_(60000 / hf.model.layers[2].mlp.down_proj.weight.abs().max())
     hf.save_pretrained(tmp_path)
-    model = kd.load(tmp_path, device_map="cpu")
-    assert model.dtype == torch.bfloat16
-    assert "overflows in float16" in capsys.readouterr().err
+
+    def fetch(dtype):
+        return kd.load(tmp_path, dtype=dtype, quiet=True)
+
+    assert _float16_if_finite(fetch, "a model", quiet=False).dtype == torch.bfloat16
+    assert "a model overflows in float16" in capsys.readouterr().err
+    tiny("llama").save_pretrained(tmp_path)
+    assert _float16_if_finite(fetch, "a model", quiet=False).dtype == torch.float16

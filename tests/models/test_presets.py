@@ -471,7 +471,7 @@ def test_killed_process_leaves_nothing_that_looks_complete(cache, child):
 
 
 def test_two_processes_at_once_build_once(cache, child):
-    first = child(2)
+    first = child(15)  # long enough for the second process to start, also on a busy machine
     wait_until(lambda: child.log.read_text())
     second = child(0)
     for process in (first, second):

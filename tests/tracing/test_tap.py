@@ -198,8 +198,8 @@ def test_refusals_name_the_reason(tiny_model):
         ({"sites": "nonsense"}, "There is no site 'nonsense'"),
         ({"sites": "k", "layers": [4]}, "layers 0 to 3"),
         ({"sites": "blocks.7.attn.hook_k"}, "layers 0 to 3"),
-        ({"sites": "k", "heads": [8]}, "query heads 0 to 7"),
-        ({"sites": "k", "heads": []}, "query heads 0 to 7"),
+        ({"sites": "k", "heads": [8]}, "among heads 0 to 7"),
+        ({"sites": "k", "heads": []}, "among heads 0 to 7"),
         ({"sites": "k", "layers": []}, "no layer that was asked for has it"),
     ]:
         with pytest.raises(SiteError, match=words):

@@ -9,6 +9,7 @@ import hashlib
 import os
 import platform
 from collections.abc import Sequence
+from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,7 @@ def prompt_hash(ids: Sequence[int]) -> str:
     return hashlib.sha256(",".join(str(int(token)) for token in ids).encode()).hexdigest()[:16]
 
 
+@lru_cache
 def _version(package: str) -> str | None:
     try:
         return metadata.version(package)

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from kvdrift.tracing.coverage import Coverage
 
 PromptLike = str | Sequence[int] | Tensor
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Model:
@@ -201,15 +200,17 @@ class Model:
     def fingerprint(self) -> str:
         """A short hash of the configuration and, for every weight as it is now, its dtype, a sample and a checksum."""
         digest = hashlib.sha256(self.hf.config.to_json_string().encode())
+        generator = torch.Generator().manual_seed(0)
         for name, weight in self.hf.named_parameters():
             digest.update(f"{name}|{weight.dtype}|{tuple(weight.shape)}|".encode())
             if weight.is_meta or not weight.numel():  # offloaded
                 continue
-            flat = weight.detach().flatten()  # a fixed stride would read the same few columns in every row
-            places = torch.randint(flat.numel(), (256,), generator=torch.Generator().manual_seed(flat.numel()))
-            sample = flat[places.to(flat.device)].cpu()
-            digest.update(sample.view(torch.uint8).numpy().tobytes())
-            digest.update(str(int(flat.view(_INTEGERS[flat.itemsize]).sum())).encode())
+            flat = weight.detach().flatten()
+            places = torch.randint(flat.numel(), (64,), generator=generator)  # a stride would keep to a few columns
+            digest.update(flat[places.to(flat.device)].cpu().view(torch.uint8).numpy().tobytes())
+            n_bytes = flat.numel() * flat.element_size()
+            words = flat.view(torch.int64 if n_bytes % 8 == 0 else torch.uint8)
+            digest.update(str(int(words.sum(dtype=torch.int64))).encode())
         return digest.hexdigest()[:16]
 
     def __repr__(self) -> str:

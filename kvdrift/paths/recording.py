@@ -163,6 +163,11 @@ class Recording:
 
     def _fill(self, number: int, passes: list[Values], run: Run, position: int) -> None:
         for site, slots in self.slots.items():
+            if self.positions == "current" and site in self.whole and site != PATTERN:
+                whole = self.whole[site][number]
+                whole.copy_(torch.stack([value[0] for value in passes[-1][site].values()]))
+                self.masks[site][number] = True
+                continue
             for place, layer in enumerate(slots):
                 index = (number,) if site in (*GLOBAL_SITES, LOGITS) else (number, place)
                 if site in ("k", "v"):

@@ -51,7 +51,8 @@ DRIFT_VIEWS = (
         "growth",
         "Drift through the layers",
         "Each point is one layer, on a log axis. The band is the rounding floor: what the order of summation alone "
-        "does. A curve inside the band is no more than rounding.",
+        "does. A curve inside the band is no larger than rounding alone makes it; "
+        "that does not rule out a small fault.",
     ),
     View(
         "layer_step",

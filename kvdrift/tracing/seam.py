@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -202,14 +203,14 @@ def _wrapper(original: Callable[..., Output] | None) -> Callable[..., Output]:
         **kwargs: Any,
     ) -> Output:
         native = original if original is not None else eager_function(module)
-        links = [r.link for r in _STATE.links if id(module) in r.modules]
-        links.sort(key=lambda link: link.order)
-
-        def proceed_from(index: int) -> Callable[[AttentionCall], Output]:
-            if index == len(links):
-                return AttentionCall.execute
-            return lambda call: links[index](call, proceed_from(index + 1))
-
-        return proceed_from(0)(AttentionCall(module, query, key, value, attention_mask, kwargs, native))
+        links = sorted((r.link for r in _STATE.links if id(module) in r.modules), key=lambda link: link.order)
+        proceed: Callable[[AttentionCall], Output] = AttentionCall.execute
+        for link in reversed(links):  # the last is the innermost; no closure that holds itself and the links' tensors
+            proceed = partial(_through, link, proceed)
+        return proceed(AttentionCall(module, query, key, value, attention_mask, kwargs, native))
 
     return attention
+
+
+def _through(link: Link, proceed: Callable[[AttentionCall], Output], call: AttentionCall) -> Output:
+    return link(call, proceed)

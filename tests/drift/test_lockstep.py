@@ -1,7 +1,6 @@
 """Two paths in lockstep: a third path with a planted fault, local drift, schedules, and tidiness."""
 
-from __future__ import annotations
-
+import gc
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -283,3 +282,22 @@ def test_a_copy_of_the_model_is_the_same_model(tiny_model):
     drift = compare(tiny_model("llama"), PROMPT, a=kd.CacheOn(model=twin), b=kd.CacheOn(), floor=1)
     assert all((drift.values(site) == 0).all() for site in drift.sites)
     assert (drift.values("resid_post", of="local")[:, 1:] == 0).all()
+
+
+def test_no_tensor_outlives_its_step(tiny_model):
+    """Without the garbage collector: nothing that a step read may hang in a reference cycle."""
+    model = tiny_model("llama")
+    assert model.coverage.sites
+
+    def alive():
+        return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+
+    compare(model, PROMPT, floor=1, local=True, self_drift=True)
+    gc.collect()
+    gc.disable()
+    try:
+        before = alive()
+        compare(model, PROMPT, floor=1, local=True, self_drift=True)
+        assert alive() <= before
+    finally:
+        gc.enable()

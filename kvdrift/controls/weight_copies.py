@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import psutil
 import torch
 from torch import Tensor, nn
+
+from kvdrift.tracing.trace import free_memory
 
 SHARE_OF_FREE_MEMORY = 0.2
 """How much of a device's free memory the copies of one control may take."""
@@ -76,7 +77,7 @@ class WeightCopies:
         if copy is not None:
             self._drop(key)
         value = reorder(tensor, dim)
-        free = self._free.setdefault(tensor.device, int(SHARE_OF_FREE_MEMORY * _free_memory(tensor.device)))
+        free = self._free.setdefault(tensor.device, int(SHARE_OF_FREE_MEMORY * free_memory(tensor.device)))
         if _n_bytes(value) <= free:
             self._copies[key] = _Copy(tensor, tensor._version, value)
             self._free[tensor.device] = free - _n_bytes(value)
@@ -93,10 +94,3 @@ def _address(tensor: Tensor) -> int:
 
 def _n_bytes(tensor: Tensor) -> int:
     return tensor.untyped_storage().nbytes()
-
-
-def _free_memory(device: torch.device) -> int:
-    """Free memory on ``device``, in bytes; that of the host for devices that do not tell."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return psutil.virtual_memory().available

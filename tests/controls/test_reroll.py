@@ -296,7 +296,7 @@ def test_memory_budget_changes_no_bit(monkeypatch):
         kept = prefill_and_decode(model)
         whole = bound.n_bytes
     for free in (0, whole * 2):
-        monkeypatch.setattr(weight_copies_module, "_free_memory", lambda device, free=free: free)
+        monkeypatch.setattr(weight_copies_module, "free_memory", lambda device, free=free: free)
         with ReRoll(0).applied(model) as bound:
             assert equal(prefill_and_decode(model), kept)
             assert bound.n_bytes <= weight_copies_module.SHARE_OF_FREE_MEMORY * free

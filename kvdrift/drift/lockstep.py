@@ -275,12 +275,11 @@ class Lockstep:
     def _drift(self, a: _Live, b: _Live, tokens: list[int]) -> Arrays:
         plan, device = self.plan, a.logits.device
         found = measure.residual_metrics(a.values, b.values, plan.residual, device)
-        if any(np.isnan(values).any() for name, values in found.items() if name.endswith("rel_l2")):
+        if any(np.isnan(values).any() for values in _rel_l2(found).values()):
             raise explain_nonfinite(self.model_a, tokens, a.run.attn)
         found |= measure.head_metrics(a.values, b.values, plan.queries)
         found |= measure.kv_metrics(a.reading, b.reading, plan.kv)
-        other = b.logits.to(device)
-        logits = logit_metrics(a.logits, other)
+        logits = logit_metrics(a.logits, b.logits.to(device))
         if (kl := self._kl_float32_head(a, b)) is not None:
             logits["kl_float32_head"] = kl
         return found | {f"logits/{name}": value.cpu().numpy() for name, value in logits.items()}
@@ -306,9 +305,8 @@ class Lockstep:
             live.advance(token)
             self._refuse_nonfinite(live, tokens)
             row = measure.residual_metrics(live.values, a.values, self.plan.floored, a.logits.device)
-            row = {name: value for name, value in row.items() if name.endswith("/rel_l2")}
             logits = logit_metrics(live.logits, a.logits)
-            rows.append(row | {f"logits/{name}": logits[name].cpu().numpy() for name in FLOOR_LOGITS})
+            rows.append(_rel_l2(row) | {f"logits/{name}": logits[name].cpu().numpy() for name in FLOOR_LOGITS})
             live.values = {}
         return _stack_seeds("floor", rows)
 
@@ -332,14 +330,12 @@ class Lockstep:
         device = b.logits.device
         reference = {site: {layer: b.values[site][layer] for layer in plan.local_layers} for site in plan.local_sites}
         found = _under("local", measure.residual_metrics(own, reference, plan.local_sites, device))
-        rows = [measure.residual_metrics(other, own, plan.local_sites, device) for other in reordered]
-        rows = [{name: value for name, value in row.items() if name.endswith("/rel_l2")} for row in rows]
+        rows = [_rel_l2(measure.residual_metrics(other, own, plan.local_sites, device)) for other in reordered]
         return found | _stack_seeds("local_floor", rows)
 
     def _self_drift(self, live: _Live, before: _Live) -> Arrays:
         """This step's K/V against the same path's previous step, at the positions both read."""
-        found = measure.kv_metrics(live.reading, before.reading, self.plan.kv)
-        return {name: value for name, value in found.items() if name.endswith("/rel_l2")}
+        return _rel_l2(measure.kv_metrics(live.reading, before.reading, self.plan.kv))
 
     def _positions(self, a: _Live, b: _Live) -> Arrays:
         return measure.kv_positions(a.reading, b.reading, self.plan.kv)
@@ -387,6 +383,11 @@ def _dtypes(values: Values) -> dict[str, str]:
 
 def _under(kind: str, found: Arrays) -> Arrays:
     return {f"{kind}/{name}": value for name, value in found.items()}
+
+
+def _rel_l2(found: Arrays) -> Arrays:
+    """What floors and self-drift keep of the metrics."""
+    return {name: value for name, value in found.items() if name.endswith("/rel_l2")}
 
 
 def _stack_seeds(kind: str, rows: list[Arrays]) -> Arrays:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -158,6 +159,4 @@ def free_memory(device: torch.device) -> int:
     """Free memory of a device, in bytes."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    import psutil
-
     return int(psutil.virtual_memory().available)

@@ -4,11 +4,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvdrift import models, views
+    from kvdrift import experiments, models, views
     from kvdrift.controls.reroll import ReRoll
     from kvdrift.drift.compare import compare
     from kvdrift.drift.result import Drift
     from kvdrift.models.load import load
+    from kvdrift.patching.factorial import factorial
+    from kvdrift.patching.factorial_result import Factorial
+    from kvdrift.patching.patch import patch
+    from kvdrift.patching.patched import patched
+    from kvdrift.patching.result import PatchResult, Sweep
+    from kvdrift.patching.schedule import Schedule
+    from kvdrift.patching.spec import Patch
+    from kvdrift.patching.sweep import sweep
     from kvdrift.paths.cache_off import CacheOff
     from kvdrift.paths.cache_on import CacheOn
     from kvdrift.paths.record import record
@@ -21,12 +29,22 @@ _HOMES = {
     "CacheOff": "paths.cache_off",
     "CacheOn": "paths.cache_on",
     "Drift": "drift.result",
+    "Factorial": "patching.factorial_result",
+    "Patch": "patching.spec",
+    "PatchResult": "patching.result",
     "ReRoll": "controls.reroll",
+    "Schedule": "patching.schedule",
+    "Sweep": "patching.result",
     "Trace": "tracing.trace",
     "compare": "drift.compare",
+    "experiments": "experiments",
+    "factorial": "patching.factorial",
     "load": "models.load",
     "models": "models",
+    "patch": "patching.patch",
+    "patched": "patching.patched",
     "record": "paths.record",
+    "sweep": "patching.sweep",
     "tap": "tracing.tap",
     "views": "views",
     "write_report": "report.write",
@@ -35,12 +53,22 @@ __all__ = [
     "CacheOff",
     "CacheOn",
     "Drift",
+    "Factorial",
+    "Patch",
+    "PatchResult",
     "ReRoll",
+    "Schedule",
+    "Sweep",
     "Trace",
     "compare",
+    "experiments",
+    "factorial",
     "load",
     "models",
+    "patch",
+    "patched",
     "record",
+    "sweep",
     "tap",
     "views",
     "write_report",

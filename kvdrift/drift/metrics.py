@@ -271,6 +271,38 @@ def kl_divergence(b: Float[Tensor, "*batch vocab"], a: Float[Tensor, "*batch voc
     return torch.where(valid, _divergences(x, y, delta, js=False)["kl"], torch.nan)
 
 
+def logit_l2(a: Float[Tensor, "*batch vocab"], b: Float[Tensor, "*batch vocab"]) -> Float64[Tensor, "*batch"]:
+    """Return ‖(a − b) − mean(a − b)‖₂, centred over the vocabulary.
+
+    The same number as ``logit_metrics(a, b)["logit_l2"]``, without the rest.
+
+    Parameters
+    ----------
+    a, b
+        `[*batch, vocab]`, same shape; dtypes may differ.
+
+    Returns
+    -------
+    float64 tensor `[*batch]`; NaN where a row has no softmax.
+
+    Raises
+    ------
+    InputError
+        Shapes differ, a dtype is not a float of 16 to 64 bits, or there is no vocabulary.
+
+    Examples
+    --------
+    >>> float(logit_l2(torch.tensor([1.0, 2.0]), torch.tensor([0.0, 1.0])))
+    0.0
+    """
+    _check(a, b)
+    if a.ndim == 0 or a.shape[-1] == 0:
+        raise InputError(f"Logits of shape {tuple(a.shape)} given; a vocabulary axis is needed.")
+    x, y = a.double(), b.double()
+    valid = x.amax(-1).isfinite() & y.amax(-1).isfinite()
+    return torch.where(valid, _logit_distances(*_logit_difference(x, y))["logit_l2"], torch.nan)
+
+
 def _check(a: Tensor, b: Tensor) -> None:
     """Refuse pairs that cannot be compared entry by entry."""
     if a.shape != b.shape:

@@ -45,7 +45,15 @@ class CacheOff:
 
 
 class CacheOffRun:
-    """A cache-OFF run under way; see `kvdrift.paths.path.Run`."""
+    """A cache-OFF run under way; see `kvdrift.paths.path.Run`.
+
+    Attributes
+    ----------
+    stateless
+        It keeps nothing but tokens from one step to the next: what is written during a step ends with it.
+    """
+
+    stateless = True
 
     def __init__(
         self, path: CacheOff, model: Model, tokens: list[int], controls: tuple[Control, ...], started: bool = False

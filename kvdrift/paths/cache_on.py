@@ -7,14 +7,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from torch import Tensor
 from transformers import Cache
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
 from kvdrift.controls import Control
-from kvdrift.errors import InputError
+from kvdrift.errors import InputError, SiteError
 from kvdrift.models.load import load
 from kvdrift.paths.execution import Execution
 from kvdrift.paths.path import Step
+from kvdrift.tracing.writer import Index, as_index, shifted, write_at
 
 if TYPE_CHECKING:
     from kvdrift.models.model import Model
@@ -118,6 +120,54 @@ class CacheOnRun:
     def close(self) -> None:
         """Let go of the controls."""
         self._execution.close()
+
+    def held(self, layer: int) -> range:
+        """Absolute positions of the entries that the cache holds in ``layer``, for the next pass to read.
+
+        Raises
+        ------
+        SiteError
+            If the layer has no cache of its own, or one whose entries cannot be told apart by position.
+        """
+        kinds = self.cache.layers
+        if layer >= len(kinds) or type(kinds[layer]) not in (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer):
+            kind = type(kinds[layer]).__name__ if layer < len(kinds) else "no cache of its own"
+            raise SiteError(f"The entries of layer {layer} ({kind}) cannot be overwritten; use write='read'.")
+        start = int(self.cache.get_mask_sizes(1, layer)[1])
+        return range(start, self._consumed)
+
+    def overwrite(self, layer: int, name: str, heads: Index, positions: Sequence[int], value: Tensor) -> None:
+        """Put other values into the cache, where they stay.
+
+        Parameters
+        ----------
+        layer
+            Which layer.
+        name
+            ``"k"`` or ``"v"``.
+        heads
+            KV heads, as an index.
+        positions
+            Absolute positions, all `held`.
+        value
+            ``[1, kv_head, position, feature]``.
+
+        Raises
+        ------
+        SiteError
+            If the layer's entries cannot be overwritten, or are stored in another shape than the kernel reads.
+        """
+        start, kind = self.held(layer).start, self.cache.layers[layer]
+        attribute = "keys" if name == "k" else "values"
+        before: Tensor = getattr(kind, attribute)
+        slots = as_index(shifted(positions, -start))
+        target = before if isinstance(kind, StaticLayer) else before.clone()  # a fork may share the others' memory
+        if target[:, heads][:, :, slots].shape != value.shape:
+            raise SiteError(
+                f"The cache of layer {layer} stores {name!r} in another shape than the kernel reads; use write='read'."
+            )
+        write_at(target, heads, slots, value)
+        setattr(kind, attribute, target)
 
     def _holds_tokens(self) -> bool:
         attention = [layer for layer in self.cache.layers if isinstance(layer, CacheLayerMixin)]

@@ -57,11 +57,16 @@ class AttentionCall:
 
 
 class Order(IntEnum):
-    """Where a link stands in the chain: outermost first."""
+    """Where a link stands in the chain: outermost first.
+
+    A link at `WRITE` changes what the kernel reads before others observe it, one at `WRITE_OUTPUT` changes what the
+    kernel returns before others observe that.
+    """
 
     WRITE = 0
     OBSERVE = 1
-    EXECUTE = 2
+    WRITE_OUTPUT = 2
+    EXECUTE = 3
 
 
 class Link(Protocol):

@@ -59,6 +59,9 @@ class Tap:
         Copy whole K/V tensors. Without it they are the kernel's own, valid until a cache overwrites them.
     keep
         Keep every pass in `steps`.
+    scaled
+        Multiply terms by the model's residual multiplier, as they are added; without it they are what the module
+        returns, which is what a patch writes back.
     coverage
         Where the sites are; by default ``model.coverage``.
     """
@@ -75,6 +78,7 @@ class Tap:
         heads: Sequence[int] | None = None,
         copy: bool = True,
         keep: bool = False,
+        scaled: bool = True,
         coverage: Coverage | None = None,
     ) -> None:
         self.model = model
@@ -82,7 +86,7 @@ class Tap:
         self.layers = {site: self.coverage.resolve(site, layers) for site, layers in sites.items()}
         self.where, self.kv_where = where, kv_where
         self.heads = None if heads is None else list(heads)
-        self.copy, self.keep = copy, keep
+        self.copy, self.keep, self.scaled = copy, keep, scaled
         self.enabled = True
         self.values: Values = {}
         self.steps: list[Values] = []
@@ -129,10 +133,12 @@ class Tap:
         if place is None:
             return
 
+        scale = place.scale if self.scaled else 1
+
         def read(tensor: Tensor) -> None:
             if self.enabled:
                 value = tensor[:, -1].clone() if self.where == "current" else tensor.clone()
-                self.values.setdefault(site, {})[layer] = value if place.scale == 1 else value * place.scale
+                self.values.setdefault(site, {})[layer] = value if scale == 1 else value * scale
 
         if place.kind == "input":
             handle = place.module.register_forward_pre_hook(

@@ -1,0 +1,183 @@
+"""`factorial`: whose K/V are read, crossed with which kernel reads them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from kvdrift.bits import same_bits
+from kvdrift.drift.metrics import kl_divergence, logit_l2
+from kvdrift.errors import SiteError
+from kvdrift.models.model import Model
+from kvdrift.patching.blocks import gather
+from kvdrift.patching.factorial_result import METRICS, PAIRS, Factorial
+from kvdrift.patching.moment import Live, Moment
+from kvdrift.patching.noise import generator, nudged
+from kvdrift.patching.outcome import pad
+from kvdrift.patching.setup import Setup, read
+from kvdrift.patching.spec import Patch
+from kvdrift.paths.cache_off import CacheOff
+from kvdrift.paths.cache_on import CacheOn
+from kvdrift.paths.path import Path, Run
+from kvdrift.paths.sampling import greedy
+from kvdrift.tracing.tap import Tap
+from kvdrift.tracing.writer import Block, Writer
+
+PAST = Patch("kv", write="read")
+"""Keys and values of every position before the current one, as the kernel reads them at one step."""
+
+
+def factorial(
+    model: Any,
+    prompts: Any,
+    *,
+    a: Path | None = None,
+    b: Path | None = None,
+    max_new_tokens: int = 32,
+    tokens: Any = None,
+    chat: bool = False,
+    seed: int = 0,
+    progress: bool = True,
+) -> Factorial:
+    """Cross whose past K/V are read with which kernel reads them, at every step.
+
+    y00 is path *b* (cache-OFF), y11 is path *a* (cache-ON), y10 is *a*'s one-token kernel on *b*'s past K/V, y01 is
+    *b*'s full recompute with *a*'s K/V read for the past, all on path *b*'s tokens. The placebo factor is one entry
+    of the past K/V moved by one ulp.
+
+    Parameters
+    ----------
+    model, prompts, max_new_tokens, chat, progress
+        As `kvdrift.patch` takes them.
+    a, b
+        The path with and the path without a cache; `CacheOn` and `CacheOff` by default.
+    tokens
+        Token ids that all consume instead of path b's own (one list per prompt).
+    seed
+        Which entry the placebo moves.
+
+    Returns
+    -------
+    Factorial
+
+    Raises
+    ------
+    SiteError
+        If the model's K/V cannot be read and written.
+
+    Examples
+    --------
+    >>> import kvdrift as kd
+    >>> model = kd.load(kd.models.tiny("llama"), quiet=True)
+    >>> found = kd.factorial(model, [1, 2, 3], max_new_tokens=4, progress=False)
+    >>> found.values("y11-y00").shape
+    (1, 4)
+    """
+    setup = read(
+        model, prompts, donor=CacheOff() if b is None else b, recipient=CacheOn() if a is None else a,
+        max_new_tokens=max_new_tokens, tokens=tokens, chat=chat, progress=progress,
+    )  # fmt: skip
+    on, off = setup.recipient.model or setup.model, setup.donor.model or setup.model
+    for owner in (on, off):
+        owner.coverage.resolve("k", None)
+    if [x.n_kv_heads for x in on.architecture.layers] != [x.n_kv_heads for x in off.architecture.layers]:
+        raise SiteError("The two paths' models have K/V of different shapes, so neither can read the other's.")
+    found = []
+    with tqdm(total=sum(setup.lengths), desc="factorial", unit="step", disable=not progress) as bar:
+        for number in range(len(setup.prompts)):
+            found.append(_one_prompt(setup, number, on, off, seed, bar))
+    arrays = {name: pad([rows[name] for rows in found], np.nan) for name in found[0] if name != "fed"}
+    arrays["fed"] = pad([rows["fed"] for rows in found], -1)
+    arrays["n_steps"] = np.array([len(rows["fed"]) for rows in found])
+    return Factorial(
+        off=setup.donor_info,
+        on=setup.recipient_info,
+        architecture=on.architecture,
+        prompts=setup.prompts,
+        arrays=arrays,
+        token_texts=setup.token_texts(*np.unique(arrays["fed"]).tolist()),
+        provenance=setup.provenance(seed=seed),
+    )
+
+
+def _one_prompt(setup: Setup, number: int, on: Model, off: Model, seed: int, bar: tqdm) -> dict[str, np.ndarray]:
+    ids = setup.prompts[number].ids
+    tokens, rows = list(ids), []
+    every = {site: frozenset(on.coverage.layers(site)) for site in PAST.sites}
+    with Tap(on, every, kv_where="all", copy=False) as tap_on, Tap(off, every, kv_where="all", copy=False) as tap_off:
+        tap_on.enabled = tap_off.enabled = False
+        a = Live(setup.recipient.start(setup.model, ids), tap_on)
+        b = Live(setup.donor.start(setup.model, ids), tap_off)
+        writer_on, writer_off = Writer(on, {s: sorted(x) for s, x in every.items()}), None
+        writer_off = writer_on if off is on else Writer(off, writer_on.sites)  # type: ignore[arg-type]
+        try:
+            for step in range(setup.lengths[number]):
+                token = tokens[-1] if step else None
+                forks = [] if token is None else [run.fork() for run in (a.run, b.run, a.run, b.run)]
+                y00, y11 = b.step(token, tokens, True), a.step(token, tokens, True)
+                crossed = {"y10": y11.logits, "y01": y00.logits, "ulp1": y11.logits, "ulp0": y00.logits}
+                if token is not None:
+                    crossed = {
+                        "y10": _crossed(on, forks[0], token, y11, y00, writer_on),
+                        "y01": _crossed(off, forks[1], token, y00, y11, writer_off),
+                        "ulp1": _crossed(on, forks[2], token, y11, y11, writer_on, (seed, step)),
+                        "ulp0": _crossed(off, forks[3], token, y00, y00, writer_off, (seed, step)),
+                    }
+                rows.append(_distances({"y00": y00.logits, "y11": y11.logits, **crossed}))
+                chosen = setup.follow[number][step] if setup.follow is not None else greedy(y00.logits, step)
+                tokens.append(chosen)
+                bar.update()
+                if chosen in setup.stop:
+                    break
+        finally:
+            a.close()
+            b.close()
+    found = {name: np.array([row[name] for row in rows]) for name in rows[0]}
+    return found | {"fed": np.array(tokens[len(ids) :])}
+
+
+def _crossed(
+    model: Model,
+    fork: Run,
+    token: int,
+    own: Moment,
+    other: Moment,
+    writer: Writer,
+    nudge: tuple[int, int] | None = None,
+) -> Tensor:
+    """One step of ``fork`` that reads the other path's past K/V, or (with ``nudge``) its own with one entry moved."""
+    given, _ = gather(PAST, model, own, other, None, nudge[1] if nudge else 0)
+    blocks = [entry.block for entry in given]
+    if nudge is not None and blocks:
+        random = generator(*nudge, "factorial")
+        chosen = int(torch.randint(len(blocks), (1,), generator=random))
+        block = blocks[chosen]
+        blocks = [Block(block.site, block.layer, block.heads, block.positions, nudged(block.value, random))]
+    writer.load(blocks)
+    writer.position, writer.keys = own.position, fork.key_positions
+    try:
+        with writer:
+            return fork.step(token).logits
+    finally:
+        writer.load(())
+        fork.close()
+
+
+def _distances(y: dict[str, Tensor]) -> dict[str, float]:
+    """Every pair of `PAIRS` by every metric."""
+    y = {name: logits.to(y["y00"].device) for name, logits in y.items()}
+    found: dict[str, float] = {}
+    for pair in PAIRS:
+        left, right = pair.split("-")
+        name = f"ulp{right[1]}" if left == "ulp" else left
+        one, two = y[name], y[right]
+        same = one.dtype == two.dtype and same_bits(one, two)
+        found[f"logit_l2/{pair}"] = 0.0 if same else float(logit_l2(one, two))
+        found[f"kl/{pair}"] = 0.0 if same else float(kl_divergence(two, one))
+        found[f"identical/{pair}"] = float(same)
+    assert set(found) == {f"{metric}/{pair}" for metric in METRICS for pair in PAIRS}
+    return found

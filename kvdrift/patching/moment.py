@@ -1,0 +1,174 @@
+"""What a path holds at one step, and where it comes from: a live run, or a recorded trace."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxtyping import Float
+from torch import Tensor
+
+from kvdrift.errors import InputError, SiteError
+from kvdrift.models.model import Model
+from kvdrift.paths.path import Run
+from kvdrift.tracing.finite import explain_nonfinite
+from kvdrift.tracing.sites import GLOBAL_SITES
+from kvdrift.tracing.tap import Tap, Values
+from kvdrift.tracing.trace import Trace
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One path at one step.
+
+    Attributes
+    ----------
+    position
+        The current position.
+    logits
+        ``[vocab]``.
+    values
+        Site → layer → ``[1, row, d_model]`` at residual sites, ``[1, head, row, feature]`` inside attention.
+    at
+        ``(site, layer)`` → absolute position of each row; rows of a site that is not in here end at the current one.
+    """
+
+    position: int
+    logits: Float[Tensor, " vocab"]
+    values: Values
+    at: dict[tuple[str, int], Sequence[int]]
+
+    def rows(self, site: str, layer: int) -> Sequence[int]:
+        """Absolute position of each row of a site's value."""
+        if (site, layer) in self.at:
+            return self.at[site, layer]
+        return range(self.position + 1 - self.values[site][layer].shape[-2], self.position + 1)
+
+
+class Live:
+    """A run that is watched while it goes.
+
+    Parameters
+    ----------
+    run
+        The run.
+    tap
+        A tap on its model, in place and disabled except during this run's steps that are watched.
+    """
+
+    def __init__(self, run: Run, tap: Tap) -> None:
+        self.run, self.tap = run, tap
+
+    def step(self, token: int | None, tokens: Sequence[int], watch: bool) -> Moment:
+        """Consume a token; ``tokens`` are all up to here, for a message, and ``watch`` asks for values.
+
+        Raises
+        ------
+        NonFiniteError
+            If the logits are not finite, with the place where it began.
+        """
+        self.tap.enabled = watch
+        try:
+            step = self.run.step(token)
+        finally:
+            self.tap.enabled = False
+        if step.logits.isnan().any() or step.logits.isposinf().any():
+            raise explain_nonfinite(self.run.model, tokens, self.run.attn)
+        values = self.tap.take() if watch else {}
+        narrow = self.tap.where == "current"
+        shaped = {
+            site: {
+                layer: value.unsqueeze(-2) if narrow and site not in ("k", "v") else value
+                for layer, value in by_layer.items()
+            }
+            for site, by_layer in values.items()
+        }
+        at = {
+            (site, layer): self.run.key_positions(layer, value.shape[2])
+            for site in ("k", "v")
+            for layer, value in values.get(site, {}).items()
+        }
+        return Moment(step.position, step.logits, shaped, at)
+
+    def close(self) -> None:
+        """Let go of the run."""
+        self.run.close()
+
+
+class Recorded:
+    """A trace as a donor: what it recorded, step by step.
+
+    Raises
+    ------
+    InputError
+        If the trace is of other weights, another dtype or another prompt, or holds no logits.
+    """
+
+    def __init__(self, trace: Trace, model: Model, ids: Sequence[int]) -> None:
+        _refuse_stranger(trace, model, ids)
+        self.trace, self.n_prompt, self.model = trace, len(ids), model
+
+    def step(self, number: int, sites: dict[str, tuple[int, ...]], watch: bool) -> Moment:
+        """The trace at one step, at these sites and layers."""
+        logits = self.trace["logits"]
+        assert isinstance(logits, Tensor), "logits exist once"
+        position = self.n_prompt - 1 + number
+        values: Values = {}
+        at: dict[tuple[str, int], Sequence[int]] = {}
+        for site, layers in sites.items() if watch else ():
+            for layer in layers:
+                value, at[site, layer] = self._read(site, layer, number, position)
+                values.setdefault(site, {})[layer] = value
+        return Moment(position, logits[number].to(self.model.device), values, at)
+
+    def _read(self, site: str, layer: int, number: int, position: int) -> tuple[Tensor, Sequence[int]]:
+        """A site's value with a batch axis and a row axis, and the absolute position of each row."""
+        place = self.model.coverage.places.get(site, {}).get(layer)
+        if place is not None and place.scale != 1:
+            raise SiteError(
+                f"A trace holds {site!r} times the residual multiplier, which cannot be written back bit for bit; "
+                "use the donor's path instead of its trace."
+            )
+        axes, whole, mask = self.trace.axes(site), self.trace[site], self.trace.valid(site)
+        index: tuple[int, ...] = (number,)
+        if site not in GLOBAL_SITES:
+            if layer not in axes["layer"]:
+                raise SiteError(f"The donor trace has no {site!r} of layer {layer}; record it.")
+            index = (number, axes["layer"].index(layer))
+        value = whole[layer][number] if isinstance(whole, dict) else whole[index]
+        head_axis = axes.get("kv_head", axes.get("head"))
+        if head_axis is not None and head_axis != tuple(range(len(head_axis))):
+            raise SiteError(f"The donor trace holds only some heads of {site!r}; record all of them.")
+        if "position" not in axes:
+            return value.unsqueeze(-2)[None].to(self.model.device), range(position, position + 1)
+        valid = mask[index]
+        valid = valid if valid.ndim == 1 else valid[0]
+        kept = valid.nonzero().flatten()
+        at = [axes["position"][int(i)] for i in kept]
+        rows = value.index_select(-2, kept.to(value.device))
+        return rows[None].to(self.model.device), at
+
+
+def _refuse_stranger(trace: Trace, model: Model, ids: Sequence[int]) -> None:
+    if tuple(ids) != trace.prompt.ids:
+        raise InputError(
+            f"The donor trace is of another prompt ({len(trace.prompt.ids)} tokens, hash {_hash(trace.prompt.ids)}; "
+            f"this one has {len(ids)}, {_hash(ids)}); record it on the same token ids."
+        )
+    if trace.path.dtype != model.dtype_name:
+        raise InputError(
+            f"The donor trace was recorded in {trace.path.dtype}, the model runs in {model.dtype_name}; use one dtype."
+        )
+    recorded = trace.provenance.get("weights")
+    if recorded != model.fingerprint:
+        raise InputError(
+            f"The donor trace was recorded from other weights ({trace.path.model}, {recorded}; this is {model.name}, "
+            f"{model.fingerprint}); record it from this model."
+        )
+    if "logits" not in trace.sites:
+        raise InputError("The donor trace holds no logits, so nothing can be compared with it; add 'logits' to sites.")
+
+
+def _hash(ids: Sequence[int]) -> str:
+    return hashlib.sha256(" ".join(map(str, ids)).encode()).hexdigest()[:8]

@@ -1,0 +1,297 @@
+"""What patched runs did, as plain arrays: every arm of every cell beside the donor, no model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvdrift.errors import InputError
+from kvdrift.files import load_tensors, save_tensors
+from kvdrift.models.architecture import Architecture
+from kvdrift.models.labels import PathInfo, Prompt
+from kvdrift.patching.recovery import Recovery, recovery
+from kvdrift.patching.spec import Cell, Patch
+
+SHARED_ROLES = ("unpatched", "re-roll", "full patch")
+"""Arms that all cells share."""
+CELL_ROLES = ("patched", "placebo", "self-patch", "one ulp", "re-rolled patched", "float32 donor")
+"""Arms that a cell has of its own."""
+METRICS = ("logit_l2", "kl")
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One recipient: what was done to it, for which cell (None: for all), with which seed (None: without)."""
+
+    role: str
+    cell: int | None = None
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """Recipients with and without patches, each compared with the donor at every step on the donor's tokens.
+
+    Attributes
+    ----------
+    donor, recipient
+        How the two paths were executed.
+    architecture
+        Of the recipient.
+    prompts
+        The first axis of every array.
+    cells
+        What was patched: one entry for a single result, one per cell of a sweep.
+    arms
+        The second axis of every array with arms. Roles: ``unpatched``; ``re-roll`` (the recipient's sums in
+        another order, no patch); ``full patch`` (the donor's residual everywhere, the donor's logits by
+        construction); and per cell ``patched``; ``placebo`` (noise of the patch's norm at the patch's place);
+        ``self-patch`` (the recipient's own values); ``one ulp`` (one entry moved by one ulp, once);
+        ``re-rolled patched`` (the patch into a recipient with re-rolled sums); ``float32 donor`` (the patch from
+        the donor path in float32, or in float64 where the model runs in float32).
+    arrays
+        ``logit_l2``, ``kl`` (nats, KL(donor‖arm)), ``flip`` (1 where the top-1 token is not the donor's),
+        ``identical`` (1 where all logits equal the donor's bit for bit), ``unchanged`` (1 where they equal the
+        unpatched recipient's), ``top1``, ``moved`` (L2 norm of what was
+        written minus the unpatched recipient's own values; NaN where nothing was), all ``[prompt, arm, step]``;
+        ``signature`` (cosine between the arm's error and the donor's, both against float32; NaN where it was not
+        computed) likewise; ``fed`` and ``donor_top1 [prompt, step]``; ``n_steps [prompt]``. Beyond ``n_steps``
+        floats are NaN and tokens -1.
+    token_texts
+        The text of every token id that occurs.
+    notes
+        Sentences a reader should see: evicted positions, controls that do not apply.
+    provenance
+        Versions, device, threads, settings.
+    """
+
+    kind: ClassVar[str] = "outcomes"
+
+    donor: PathInfo
+    recipient: PathInfo
+    architecture: Architecture
+    prompts: tuple[Prompt, ...]
+    cells: tuple[Cell, ...]
+    arms: tuple[Arm, ...]
+    arrays: dict[str, np.ndarray]
+    token_texts: dict[int, str]
+    notes: tuple[str, ...] = ()
+    provenance: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    # --- what is in here
+
+    @property
+    def steps(self) -> NDArray[np.int64]:
+        """Step numbers ``[step]``, from 0."""
+        return np.arange(self.arrays["fed"].shape[1])
+
+    @property
+    def ran(self) -> NDArray[np.bool_]:
+        """Which steps each prompt has, ``[prompt, step]``."""
+        return self.steps < self.arrays["n_steps"][:, None]
+
+    def counted(self, cell: int = 0, steps: str = "after") -> NDArray[np.bool_]:
+        """The steps that an outcome counts, bool ``[prompt, step]``.
+
+        Parameters
+        ----------
+        cell
+            Which cell.
+        steps
+            ``"after"``: those that follow the first written step. ``"written"``: those at which the patch is
+            written. ``"all"``: every step from 1 on.
+
+        Raises
+        ------
+        InputError
+            If ``steps`` is something else.
+        """
+        chosen = self.cells[cell]
+        if steps == "after":
+            wanted = self.steps > chosen.first
+        elif steps == "written":
+            wanted = np.array([chosen.covers(int(step)) for step in self.steps])
+        elif steps == "all":
+            wanted = self.steps >= 1
+        else:
+            raise InputError(f"steps={steps!r}: choose 'after', 'written' or 'all'.")
+        return self.ran & wanted
+
+    def find(self, role: str, cell: int = 0) -> list[int]:
+        """Places of the arms with this role (of this cell, or shared) on the arm axis; empty if there is none."""
+        wanted = None if role in SHARED_ROLES else cell
+        return [place for place, arm in enumerate(self.arms) if arm.role == role and arm.cell == wanted]
+
+    def values(self, metric: str, role: str, cell: int = 0) -> np.ndarray:
+        """One metric of all arms with a role, ``[seed, prompt, step]``.
+
+        Raises
+        ------
+        InputError
+            If there is no such metric or arm.
+        """
+        places = self.find(role, cell)
+        if metric not in self.arrays or self.arrays[metric].ndim != 3 or not places:
+            roles = ", ".join(dict.fromkeys(arm.role for arm in self.arms))
+            raise InputError(f"There is no {metric!r} of {role!r} here; the arms are {roles}.")
+        return np.moveaxis(self.arrays[metric][:, places], 1, 0)
+
+    # --- the forced outcome
+
+    def distance(self, role: str, cell: int = 0, metric: str = "logit_l2", steps: str = "after") -> np.ndarray:
+        """Mean distance to the donor over the counted steps, ``[seed, prompt]``; NaN where none counts."""
+        values, counted = self.values(metric, role, cell), self.counted(cell, steps)
+        n = counted.sum(axis=1)
+        total = np.where(counted, values, 0.0).sum(axis=2)
+        return np.divide(total, n, out=np.full(total.shape, np.nan), where=n > 0)
+
+    def recovery(
+        self,
+        cell: int = 0,
+        metric: str = "logit_l2",
+        steps: str = "after",
+        role: str = "patched",
+        against: str | None = None,
+    ) -> Recovery:
+        """How far an arm is brought to the donor, against the cell's placebos.
+
+        1 − Σ d²(arm, donor) / Σ d²(placebo, donor), summed over the counted steps of all prompts; d is the
+        centred logit L2. With ``metric="kl"`` the sums are of KL itself, which is a squared distance already.
+        ``against`` names another role as the reference, such as ``"unpatched"`` or ``"re-roll"``. Where a cell
+        has no placebo, the unpatched recipient takes its place, and `Recovery.reference` says so.
+        """
+        if metric not in METRICS:
+            raise InputError(f"metric={metric!r}: recovery goes by {' or '.join(METRICS)}.")
+        power = 1 if metric == "kl" else 2
+        reference = against or self.reference(cell)
+        arm = (self.values(metric, role, cell) ** power).mean(axis=0)
+        others = self.values(metric, reference, cell) ** power
+        return recovery(arm, others, self.counted(cell, steps), reference)
+
+    def reference(self, cell: int = 0) -> str:
+        """What a cell's recovery is held against: ``"placebo"``, or ``"unpatched"`` where it has none."""
+        return "placebo" if self.find("placebo", cell) else "unpatched"
+
+    def restored(self, cell: int = 0, steps: str = "after", role: str = "patched") -> float:
+        """Share of the counted steps at which all logits equal the donor's bit for bit; NaN where none counts."""
+        counted = self.counted(cell, steps)
+        same = self.values("identical", role, cell)[:, counted]
+        return float(same.mean()) if same.size else float("nan")
+
+    def flips(self, cell: int = 0, steps: str = "after", role: str = "patched") -> int:
+        """Counted steps at which the arm's top-1 token is not the donor's (summed over prompts, first seed)."""
+        return int(self.values("flip", role, cell)[0][self.counted(cell, steps)].sum())
+
+    # --- the free-running outcome
+
+    def followed(self, role: str, cell: int = 0) -> np.ndarray:
+        """Tokens that an arm, feeding itself, has in common with the donor before the first difference.
+
+        Under greedy decoding this is the step of the first flip on the donor's own tokens, so it is NaN if other
+        tokens were given. All tokens count, also those before the patch.
+
+        Returns
+        -------
+        Array ``[seed, prompt]``; equal to ``n_steps`` where no token differs.
+        """
+        flips = self.values("flip", role, cell) == 1
+        own = (self.arrays["fed"] == self.arrays["donor_top1"]) | ~self.ran
+        first = np.where(flips.any(axis=2), flips.argmax(axis=2), self.arrays["n_steps"]).astype(float)
+        return np.where(own.all(axis=1), first, np.nan)
+
+    def free_recovery(self, cell: int = 0, role: str = "patched", against: str | None = None) -> Recovery:
+        """Share of the tokens lost by the placebo that the arm follows: 1 − Σ lost(arm) / Σ lost(placebo).
+
+        A lost token is one from the first difference on. NaN where the placebo loses none.
+        """
+        reference = against or self.reference(cell)
+        total = self.arrays["n_steps"]
+        lost = total - self.followed(role, cell).mean(axis=0)
+        others = total - self.followed(reference, cell)
+        known = np.isfinite(lost)[:, None]
+        return recovery(np.nan_to_num(lost)[:, None], np.nan_to_num(others)[..., None], known, reference)
+
+    def trivial(self, cell: int = 0) -> bool:
+        """Whether this cell's recovery is 1 by construction: the donor's last residual is written at every step."""
+        return self.cells[cell].trivial(self.architecture.n_layers)
+
+    # --- tables
+
+    def to_dataframe(self, what: str = "cells") -> Any:
+        """A tidy `pandas.DataFrame`.
+
+        Parameters
+        ----------
+        what
+            ``"cells"``: one row per cell with recovery, interval, spread of the placebos, share restored, flips,
+            tokens followed. ``"steps"``: one row per prompt, arm and step with every metric.
+        """
+        from kvdrift.patching import tables
+
+        builders = {"cells": tables.cells, "steps": tables.steps}
+        if what not in builders:
+            raise InputError(f"to_dataframe({what!r}): choose one of {', '.join(builders)}.")
+        return builders[what](self)
+
+    # --- files
+
+    def save(self, path: str | Path) -> Path:
+        """Write everything to one safetensors file, atomically; see `load`."""
+        tensors = {name: torch.from_numpy(np.ascontiguousarray(x)) for name, x in self.arrays.items()}
+        manifest = {
+            "donor": asdict(self.donor),
+            "recipient": asdict(self.recipient),
+            "architecture": self.architecture.to_dict(),
+            "prompts": [asdict(prompt) for prompt in self.prompts],
+            "cells": [{"label": c.label, "patches": [p.to_dict() for p in c.patches]} for c in self.cells],
+            "arms": [asdict(arm) for arm in self.arms],
+            "token_texts": {str(token): text for token, text in self.token_texts.items()},
+            "notes": list(self.notes),
+            "provenance": self.provenance,
+            "extra": self.extra,
+        }
+        return save_tensors(path, self.kind, tensors, manifest)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read what `save` wrote, equal in every bit.
+
+        Raises
+        ------
+        FileError
+            If the file is missing, truncated, edited or of another kind.
+        """
+        tensors, manifest = load_tensors(path, cls.kind)
+        return cls(
+            donor=_path_info(manifest["donor"]),
+            recipient=_path_info(manifest["recipient"]),
+            architecture=Architecture.from_dict(manifest["architecture"]),
+            prompts=tuple(Prompt(tuple(p["ids"]), tuple(p["tokens"]), p["text"]) for p in manifest["prompts"]),
+            cells=tuple(Cell(c["label"], tuple(map(Patch.from_dict, c["patches"]))) for c in manifest["cells"]),
+            arms=tuple(Arm(**arm) for arm in manifest["arms"]),
+            arrays={name: x.numpy() for name, x in tensors.items()},
+            token_texts={int(token): text for token, text in manifest["token_texts"].items()},
+            notes=tuple(manifest["notes"]),
+            provenance=manifest["provenance"],
+            extra=manifest["extra"],
+        )
+
+
+def _path_info(values: dict[str, Any]) -> PathInfo:
+    return PathInfo(**{**values, "controls": tuple(values["controls"])})
+
+
+def pad(rows: Iterable[np.ndarray], fill: float) -> np.ndarray:
+    """Stack arrays that differ in their last axis, filling the shorter ones."""
+    arrays = list(rows)
+    longest = max(x.shape[-1] for x in arrays)
+    return np.stack(
+        [np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, longest - x.shape[-1])], constant_values=fill) for x in arrays]
+    )

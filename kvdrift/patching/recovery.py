@@ -1,0 +1,113 @@
+"""How far a patch brings the recipient to the donor: pure functions of distances."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvdrift.drift.profile import bootstrap_interval
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """Recovery over some prompts, pooled: 1 − Σ d²(patched) / Σ d²(reference).
+
+    Attributes
+    ----------
+    value
+        1: the donor's logits, bit for bit or nearly; 0: no better than the reference; negative: farther. NaN
+        where nothing is left to recover (the reference is as good as the donor).
+    low, high
+        95 % bootstrap interval over prompts; NaN with one prompt.
+    standard_error
+        Standard error over prompts, from the bootstrap's jackknife counterpart (leave one prompt out); NaN with one.
+    per_prompt
+        The same number prompt by prompt, ``[prompt]``.
+    spread
+        Lowest and highest recovery of a single placebo held against the mean of all; NaN without two placebos.
+    reference
+        What it is held against: ``"placebo"`` or ``"unpatched"``.
+    n
+        Prompts with a defined recovery.
+    """
+
+    value: float
+    low: float
+    high: float
+    standard_error: float
+    per_prompt: tuple[float, ...]
+    spread: tuple[float, float]
+    reference: str
+    n: int
+
+
+def recovery(
+    patched: NDArray[np.floating], references: NDArray[np.floating], counted: NDArray[np.bool_], name: str = "placebo"
+) -> Recovery:
+    """Recovery of squared distances to the donor.
+
+    Parameters
+    ----------
+    patched
+        Squared distance of the patched recipient to the donor, ``[prompt, step]``.
+    references
+        The same of each placebo (or of the unpatched recipient), ``[seed, prompt, step]``.
+    counted
+        The steps that count, ``[prompt, step]``.
+    name
+        What the reference is called.
+
+    Returns
+    -------
+    Recovery
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> counted = np.ones((1, 2), dtype=bool)
+    >>> recovery(np.array([[1.0, 0.0]]), np.array([[[2.0, 2.0]]]), counted).value
+    0.75
+    """
+    own = np.where(counted, patched, 0.0).sum(axis=1)
+    seeds = np.where(counted, references, 0.0).sum(axis=2)
+    pairs = np.stack([own, seeds.mean(axis=0)], axis=1)
+    used = counted.any(axis=1)
+    per_prompt = np.where(used, _one_minus_ratio(pairs), np.nan)
+    if not used.any():
+        return Recovery(np.nan, np.nan, np.nan, np.nan, tuple(per_prompt), (np.nan, np.nan), name, 0)
+    low, high = bootstrap_interval(lambda x: _one_minus_ratio(x.sum(axis=1))[:, None], pairs[used])
+    each = 1 - _ratio(seeds[:, used].sum(axis=1), pairs[used, 1].sum())
+    spread = (float(each.min()), float(each.max())) if len(each) > 1 else (np.nan, np.nan)
+    return Recovery(
+        value=float(_one_minus_ratio(pairs[used].sum(axis=0))),
+        low=float(low[0]),
+        high=float(high[0]),
+        standard_error=_jackknife(pairs[used]),
+        per_prompt=tuple(float(x) for x in per_prompt),
+        spread=spread,
+        reference=name,
+        n=int(np.isfinite(per_prompt).sum()),
+    )
+
+
+def _one_minus_ratio(pairs: Array) -> Array:
+    return 1 - _ratio(pairs[..., 0], pairs[..., 1])
+
+
+def _ratio(numerator: Array, denominator: Array | float) -> Array:
+    """The ratio, NaN where the denominator is zero."""
+    numerator, denominator = np.broadcast_arrays(np.asarray(numerator, float), np.asarray(denominator, float))
+    return np.divide(numerator, denominator, out=np.full(numerator.shape, np.nan), where=denominator != 0)
+
+
+def _jackknife(pairs: Array) -> float:
+    """Standard error of the pooled recovery, leaving out one prompt at a time."""
+    n = len(pairs)
+    if n < 2:
+        return float("nan")
+    left_out = _one_minus_ratio(pairs.sum(axis=0) - pairs)
+    return float(np.sqrt((n - 1) / n * ((left_out - left_out.mean()) ** 2).sum()))

@@ -1,0 +1,78 @@
+"""The results of `kvdrift.patch` and `kvdrift.sweep`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from kvdrift.patching import words
+from kvdrift.patching.outcome import Outcomes
+
+
+@dataclass(frozen=True)
+class PatchResult(Outcomes):
+    """One set of patches, its controls and its placebos, over prompts; made by `kvdrift.patch`.
+
+    Everything of `Outcomes`, with one cell. ``extra["trajectories"]`` holds one dictionary per prompt with the
+    free-running token ids of ``donor``, ``unpatched`` and ``patched``; see `trajectories`.
+
+    Examples
+    --------
+    >>> import kvdrift as kd
+    >>> model = kd.load(kd.models.tiny("llama"), quiet=True)
+    >>> result = kd.patch(model, [1, 2, 3], kd.Patch("kv"), max_new_tokens=4, progress=False)
+    >>> result.restored(role="full patch")
+    1.0
+    """
+
+    kind: ClassVar[str] = "patch"
+
+    @property
+    def trajectories(self) -> tuple[dict[str, tuple[int, ...]], ...]:
+        """Per prompt, the token ids that donor, unpatched and patched recipient write when each feeds itself."""
+        return tuple({name: tuple(ids) for name, ids in texts.items()} for texts in self.extra.get("trajectories", ()))
+
+    def summary(self) -> str:
+        """A few plain sentences: recovery, controls, what they mean together."""
+        return words.patch_summary(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The machine-readable summary that ``kvdrift patch --json`` prints."""
+        return words.patch_dict(self)
+
+    def __repr__(self) -> str:
+        return self.summary()
+
+
+@dataclass(frozen=True)
+class Sweep(Outcomes):
+    """One patch at many places in turn; made by `kvdrift.sweep`.
+
+    Everything of `Outcomes`, with one cell per place. ``extra["over"]`` names the axes that were swept.
+    """
+
+    kind: ClassVar[str] = "sweep"
+
+    @property
+    def over(self) -> tuple[str, ...]:
+        """What was swept: ``layer``, ``head``, ``position``, ``step``; sites and schedules are always crossed."""
+        return tuple(self.extra.get("over", ()))
+
+    def best(self, n: int = 1, metric: str = "logit_l2", steps: str = "after") -> Any:
+        """The ``n`` cells with the highest recovery that is not 1 by construction, as rows of `to_dataframe`."""
+        table = self.to_dataframe()
+        chosen = table[~table["trivial"]].copy()
+        if metric != "logit_l2" or steps != "after":
+            chosen["recovery"] = [self.recovery(cell, metric, steps).value for cell in chosen["cell"]]
+        return chosen.sort_values("recovery", ascending=False, kind="stable").head(n).reset_index(drop=True)
+
+    def summary(self) -> str:
+        """A few plain sentences: the best cells, and whether they stand out from the placebos."""
+        return words.sweep_summary(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The machine-readable summary that ``kvdrift sweep --json`` prints."""
+        return words.sweep_dict(self)
+
+    def __repr__(self) -> str:
+        return self.summary()

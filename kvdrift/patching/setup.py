@@ -1,0 +1,159 @@
+"""What `patch`, `sweep` and `factorial` have in common: reading their arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from numbers import Integral
+from typing import Any
+
+import torch
+
+from kvdrift import provenance
+from kvdrift.errors import InputError
+from kvdrift.models.labels import PathInfo, Prompt
+from kvdrift.models.load import load
+from kvdrift.models.model import Model, as_prompts
+from kvdrift.paths.cache_off import CacheOff
+from kvdrift.paths.cache_on import CacheOn
+from kvdrift.paths.path import Path, check_path, path_info
+from kvdrift.tracing.trace import Trace
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Prompts, tokens and paths, read and checked.
+
+    Attributes
+    ----------
+    model
+        The model given to the verb.
+    prompts
+        One per run.
+    follow
+        The tokens that all consume, one list per prompt; None where the donor chooses.
+    lengths
+        Steps per prompt at most.
+    donor, recipient
+        The paths. With recorded donors, ``donor`` stands for the path that a float32 donor would take.
+    traces
+        Recorded donors, one per prompt, or None.
+    """
+
+    model: Model
+    prompts: tuple[Prompt, ...]
+    follow: tuple[list[int], ...] | None
+    lengths: tuple[int, ...]
+    donor: Path
+    recipient: Path
+    traces: tuple[Trace, ...] | None
+
+    @property
+    def stop(self) -> frozenset[int]:
+        """Tokens that end a run: none where the tokens were given."""
+        return self.model.eos_ids if self.follow is None else frozenset()
+
+    @property
+    def donor_info(self) -> PathInfo:
+        """How the donor was executed."""
+        if self.traces is not None:
+            return self.traces[0].path
+        return path_info(self.donor, self.donor.model or self.model)
+
+    @property
+    def recipient_info(self) -> PathInfo:
+        """How the recipient was executed."""
+        return path_info(self.recipient, self.recipient.model or self.model)
+
+    def provenance(self, **settings: Any) -> dict[str, Any]:
+        """Versions, device, threads and settings."""
+        models = [path.model or self.model for path in (self.recipient, self.donor)]
+        return provenance.collect(*models) | {"settings": self.settings() | settings}
+
+    def settings(self) -> dict[str, Any]:
+        """Everything that decides the numbers, beside the patches."""
+        models = [path.model or self.model for path in (self.recipient, self.donor)]
+        return {
+            "recipient": asdict(self.recipient_info),
+            "donor": asdict(self.donor_info),
+            "weights": [model.fingerprint for model in dict.fromkeys(models)],
+            "prompts": [prompt.ids for prompt in self.prompts],
+            "tokens": self.follow,
+            "lengths": self.lengths,
+            "threads": torch.get_num_threads(),
+            "software": provenance.collect()["software"],
+        }
+
+    def token_texts(self, *ids: int) -> dict[int, str]:
+        """The text of every token id among the prompts and ``ids``."""
+        seen = {int(token) for token in ids} | {token for prompt in self.prompts for token in prompt.ids}
+        return {token: self.model.token_text(token) for token in sorted(seen) if token >= 0}
+
+
+def read(
+    model: Any,
+    prompts: Any,
+    *,
+    donor: Path | Trace | Sequence[Trace] | None,
+    recipient: Path | None,
+    max_new_tokens: int,
+    tokens: Any,
+    chat: bool,
+    progress: bool,
+) -> Setup:
+    """Read the arguments that all verbs of patching share.
+
+    Raises
+    ------
+    InputError
+        If one of them cannot be used.
+    """
+    model = load(model, quiet=not progress)
+    if not isinstance(max_new_tokens, Integral) or max_new_tokens < 2:
+        raise InputError(
+            f"max_new_tokens={max_new_tokens}: give 2 or more; a patch is written at step 1 at the earliest."
+        )
+    given, _ = as_prompts(prompts)
+    encoded = [model.encode(prompt, chat) for prompt in given]
+    labelled = tuple(model.label(prompt, ids) for prompt, ids in zip(given, encoded, strict=True))
+    recipient = CacheOn() if recipient is None else check_path(recipient, "recipient")
+    traces = _traces(donor, len(labelled))
+    path: Path
+    if traces is not None:
+        path = recipient
+    elif donor is None:
+        path = CacheOn() if isinstance(recipient, CacheOff) else CacheOff()
+    else:
+        path = check_path(donor, "donor")
+    follow = _follow(model, tokens, traces, len(labelled))
+    lengths = [max_new_tokens] * len(labelled)
+    if traces is not None:
+        lengths = [min(max_new_tokens, len(trace.fed)) for trace in traces]
+    elif follow is not None:
+        lengths = [len(ids) for ids in follow]
+    for ids, length in zip(encoded, lengths, strict=True):
+        model.check_length(len(ids), length)
+    return Setup(model, labelled, follow, tuple(lengths), path, recipient, traces)
+
+
+def _traces(donor: Any, n: int) -> tuple[Trace, ...] | None:
+    if isinstance(donor, Trace):
+        donor = [donor]
+    if not isinstance(donor, (list, tuple)):
+        return None
+    if len(donor) != n or not all(isinstance(trace, Trace) for trace in donor):
+        raise InputError(f"donor: give one kd.Trace per prompt ({n}), not {len(donor)} of something else or too many.")
+    return tuple(donor)
+
+
+def _follow(model: Model, tokens: Any, traces: tuple[Trace, ...] | None, n: int) -> tuple[list[int], ...] | None:
+    if traces is not None:
+        if tokens is not None:
+            raise InputError("tokens: a recorded donor brings its own; leave them out.")
+        return tuple(list(trace.fed) for trace in traces)
+    if tokens is None:
+        return None
+    lists, _ = as_prompts(tokens)
+    if len(lists) != n or any(isinstance(ids, str) for ids in lists):
+        raise InputError(f"tokens: give one list of token ids per prompt ({n}), or leave them to the donor.")
+    return tuple(model.encode(ids) for ids in lists)

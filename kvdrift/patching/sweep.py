@@ -1,0 +1,291 @@
+"""`sweep`: the same patch at many places, one after the other, beside one donor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import product
+from pathlib import Path as FilePath
+from typing import Any, Literal
+
+import numpy as np
+from tqdm.auto import tqdm
+
+from kvdrift.errors import InputError
+from kvdrift.models.model import Model
+from kvdrift.patching.blocks import layers_of
+from kvdrift.patching.ledger import Ledger
+from kvdrift.patching.outcome import Arm
+from kvdrift.patching.patch import common, one_prompt
+from kvdrift.patching.result import Sweep
+from kvdrift.patching.schedule import Schedule
+from kvdrift.patching.setup import Setup, read
+from kvdrift.patching.spec import KV, Cell, Patch, Write, as_cell
+from kvdrift.patching.walk import FLOATS, Plan, Rows, Walk
+from kvdrift.paths.path import Path
+from kvdrift.tracing.sites import GLOBAL_SITES, HEAD_SITES
+from kvdrift.tracing.trace import Trace, free_memory
+
+AXES = ("layer", "head", "position", "step")
+SITES = ("resid_post", "k", "v", "kv")
+SHARED = -1
+"""The number under which a ledger keeps the arms that all cells share."""
+TOGETHER = 64
+"""At most so many cells step beside one donor run; then its next run serves the next ones."""
+SHARE_OF_FREE_MEMORY = 0.25
+"""The caches of the cells that step together may take so much of the free memory."""
+Controls = Literal["all", "shared", "none"]
+
+
+def sweep(
+    model: Any,
+    prompts: Any,
+    *,
+    sites: str | Sequence[str] = SITES,
+    over: str | Sequence[str] = "layer",
+    schedule: str | Schedule | Sequence[str | Schedule] = "persistent",
+    layers: Iterable[int] | int | None = None,
+    heads: Iterable[int] | int | None = None,
+    positions: Any = None,
+    steps: Iterable[int] | None = None,
+    write: Write | None = None,
+    patches: Iterable[Patch | Sequence[Patch] | str] | None = None,
+    donor: Path | Trace | Sequence[Trace] | None = None,
+    recipient: Path | None = None,
+    max_new_tokens: int = 32,
+    tokens: Any = None,
+    placebos: int = 1,
+    controls: Controls = "shared",
+    chat: bool = False,
+    seed: int = 0,
+    progress: bool = True,
+    results: str | FilePath | None = None,
+) -> Sweep:
+    """Patch one place after the other, and find which brings the recipient to the donor.
+
+    Donor and unpatched recipient run once for all cells that step beside them; a cell forks the recipient at its
+    first written step instead of running the tokens before it again. Recipients are never batched: a batched pass
+    would be another arithmetic than the one under study. So the time is that of one decode per cell and placebo.
+    Each cell gives the same numbers in whatever order, company or session it runs.
+
+    Parameters
+    ----------
+    model, prompts, donor, recipient, max_new_tokens, tokens, chat, seed, progress
+        As `kvdrift.patch` takes them.
+    sites
+        Sites to patch, crossed with everything else.
+    over
+        What to go through one by one: ``"layer"``, ``"head"`` (KV heads at ``k``, ``v``, ``kv``), ``"position"``,
+        ``"step"`` (one-shot at each step), or several of them, crossed.
+    schedule
+        When to write, or several schedules to cross.
+    layers, heads, positions
+        The values of an axis that is swept (all by default; positions: those of the shortest prompt), or what
+        every cell is restricted to if it is not.
+    steps
+        The values of ``over="step"``; from 1 to the last but one by default.
+    write
+        As in `Patch`.
+    patches
+        Cells of your own instead of an axis: a `Patch`, or several that are written together, each.
+    placebos
+        Noise placebos per cell; without one, recovery is held against the unpatched recipient.
+    controls
+        ``"shared"``: re-roll and full patch beside the cells. ``"all"``: each cell's self-patch, one-ulp noise, patch
+        into re-rolled sums and patch from a float32 donor too. ``"none"``: neither.
+    results
+        A file of JSON lines that keeps finished cells: the same call goes on from there.
+
+    Returns
+    -------
+    Sweep
+
+    Raises
+    ------
+    InputError, SiteError
+        If an argument does not fit the model, the prompts or the donor.
+    FileError
+        If ``results`` cannot be used, or holds another sweep.
+
+    Examples
+    --------
+    >>> import kvdrift as kd
+    >>> model = kd.load(kd.models.tiny("llama"), quiet=True)
+    >>> found = kd.sweep(model, [1, 2, 3], sites=["k", "v"], max_new_tokens=4, progress=False)
+    >>> len(found.cells), found.over
+    (8, ('layer',))
+    """
+    setup = read(
+        model, prompts, donor=donor, recipient=recipient, max_new_tokens=max_new_tokens, tokens=tokens,
+        chat=chat, progress=progress,
+    )  # fmt: skip
+    axes = (over,) if isinstance(over, str) else tuple(over)
+    if patches is not None:
+        axes = ()
+        cells = [as_cell(entry) for entry in patches]
+    else:
+        chosen = {"layer": layers, "head": heads, "position": positions, "step": steps}
+        names = (sites,) if isinstance(sites, str) else tuple(sites)
+        schedules = [schedule] if isinstance(schedule, (str, Schedule)) else list(schedule)
+        cells = _cells(setup, names, axes, schedules, chosen, write)
+    if not cells:
+        raise InputError("There is no cell to sweep over; give a site and an axis, or patches.")
+    return run_cells(
+        setup, cells, placebos=placebos, controls=controls, seed=seed, progress=progress, results=results, over=axes
+    )
+
+
+def run_cells(
+    setup: Setup,
+    cells: Sequence[Cell],
+    *,
+    placebos: int,
+    controls: Controls,
+    seed: int,
+    progress: bool,
+    results: str | FilePath | None = None,
+    over: tuple[str, ...] = (),
+) -> Sweep:
+    """Run these cells over the prompts of ``setup``; see `sweep`."""
+    if not isinstance(placebos, int) or placebos < 0:
+        raise InputError(f"placebos={placebos}: give a whole number, 0 for none.")
+    if controls not in ("all", "shared", "none"):
+        raise InputError(f"controls={controls!r}: choose 'all', 'shared' or 'none'.")
+    walk = Walk(setup.model, setup.donor, setup.recipient, Plan(placebos, controls != "none", controls == "all", seed))
+    settings = {"placebos": placebos, "controls": controls, "seed": seed}
+    patches = [[patch.to_dict() for patch in cell.patches] for cell in cells]
+    try:
+        for prompt, length in zip(setup.prompts, setup.lengths, strict=True):
+            walk.check(cells, len(prompt.ids), length)
+        ledger = Ledger(results, setup.settings() | settings | {"cells": patches})
+        if setup.traces is not None:
+            walk.trace = setup.traces[0]
+        shared = walk.shared_arms()
+        total = len(setup.prompts) * len(cells)
+        with tqdm(total=total, desc="sweep", unit="cell", disable=not progress) as bar:
+            found = [_prompt(setup, walk, number, cells, shared, ledger, bar) for number in range(len(setup.prompts))]
+        arms = [*shared, *(arm for number in range(len(cells)) for arm in walk.cell_arms(number))]
+        notes = tuple(walk.notes)
+    finally:
+        walk.close()
+    return Sweep(
+        **common(setup, cells, arms, found), notes=notes, provenance=setup.provenance(**settings), extra={"over": over}
+    )
+
+
+def _prompt(
+    setup: Setup, walk: Walk, number: int, cells: Sequence[Cell], shared: list[Arm], ledger: Ledger, bar: tqdm
+) -> Rows:
+    """All cells over one prompt: those that are kept from before, and the others in groups."""
+    missing = [cell for cell in range(len(cells)) if ledger.get(number, cell) is None]
+    bar.update(len(cells) - len(missing))
+    size = _together(setup, walk, number)
+    groups = [missing[i : i + size] for i in range(0, len(missing), size)]
+    if not groups and ledger.get(number, SHARED) is None:
+        groups = [[]]
+    for group in groups:
+        kept = ledger.get(number, SHARED)
+        arms = shared if kept is None else shared[:1]
+        own = [walk.cell_arms(cell) for cell in group]
+        everyone = [*arms, *(arm for some in own for arm in some)]
+        # The shared arms begin at the first write of all cells, whichever group they run in.
+        rows = one_prompt(setup, walk, number, dict(enumerate(cells)), everyone)
+        finished: dict[tuple[int, int], Rows] = {}
+        start = len(arms)
+        if kept is None:
+            common_rows = {name: rows[name] for name in ("fed", "donor_top1")}
+            finished[number, SHARED] = common_rows | _some(rows, slice(0, start))
+        for cell, some in zip(group, own, strict=True):
+            finished[number, cell] = _some(rows, slice(start, start + len(some)))
+            start += len(some)
+        ledger.add(finished)
+        bar.update(len(group))
+    parts = [_known(ledger, number, SHARED), *(_known(ledger, number, cell) for cell in range(len(cells)))]
+    stacked = {name: np.concatenate([part[name] for part in parts]) for name in (*FLOATS, "top1")}
+    return stacked | {name: parts[0][name] for name in ("fed", "donor_top1")}
+
+
+def _known(ledger: Ledger, prompt: int, cell: int) -> Rows:
+    rows = ledger.get(prompt, cell)
+    assert rows is not None, "every cell of the prompt has run"
+    return rows
+
+
+def _some(rows: Rows, arms: slice) -> Rows:
+    return {name: rows[name][arms] for name in (*FLOATS, "top1")}
+
+
+def _together(setup: Setup, walk: Walk, number: int) -> int:
+    """How many cells step beside one donor run: as many as their caches leave room for."""
+    model = walk.model
+    length = len(setup.prompts[number].ids) + setup.lengths[number]
+    entry = sum(2 * info.n_kv_heads * info.head_dim for info in model.architecture.layers)
+    arms = len(walk.cell_arms(0))
+    n_bytes = max(1, entry * length * arms * model.dtype.itemsize)
+    return max(1, min(TOGETHER, int(SHARE_OF_FREE_MEMORY * free_memory(model.device)) // n_bytes))
+
+
+def _cells(
+    setup: Setup,
+    sites: Sequence[str],
+    axes: tuple[str, ...],
+    schedules: Sequence[str | Schedule],
+    chosen: dict[str, Any],
+    write: Write | None,
+) -> list[Cell]:
+    """Every combination of site, schedule and the values of the axes."""
+    if not axes or len(set(axes)) < len(axes) or not set(axes) <= set(AXES):
+        raise InputError(f"over={list(axes)}: choose one or several of {', '.join(AXES)}, each once.")
+    model = setup.recipient.model or setup.model
+    cells = []
+    for schedule, site in product(_schedules(setup, axes, schedules, chosen["step"]), sites):
+        kv = site in ("k", "v", KV)
+        whole = Patch(site, None if site in GLOBAL_SITES else _listed(chosen["layer"]), schedule=schedule)
+        layers = _layers(model, whole) if "layer" in axes and site not in GLOBAL_SITES else [whole.layers]
+        for layer in layers:
+            heads = _heads(model, whole, layer, chosen["head"]) if "head" in axes else [chosen["head"]]
+            positions = _positions(setup, chosen["position"]) if "position" in axes else [chosen["position"]]
+            for head, position in product(heads, positions):
+                patch = Patch(site, layer, head, position, schedule, write if kv else None)  # type: ignore[arg-type]
+                cells.append(as_cell(patch))
+    return cells
+
+
+def _schedules(
+    setup: Setup, axes: tuple[str, ...], schedules: Sequence[str | Schedule], steps: Iterable[int] | None
+) -> list[Schedule]:
+    if "step" not in axes:
+        if steps is not None:
+            raise InputError("steps= is for over='step'; otherwise give schedule=.")
+        return [Schedule.parse(schedule) for schedule in schedules]
+    if [str(schedule) for schedule in schedules] != ["persistent"]:
+        raise InputError("over='step' patches once at each step, so it cannot be combined with schedule=.")
+    return [Schedule.one_shot(step) for step in (range(1, min(setup.lengths) - 1) if steps is None else steps)]
+
+
+def _listed(numbers: Iterable[int] | int | None) -> list[int] | int | None:
+    return numbers if numbers is None or isinstance(numbers, int) else list(numbers)
+
+
+def _layers(model: Model, patch: Patch) -> list[int]:
+    """The layers that have all sites of a patch."""
+    first, *others = [layers_of(model, patch, site) for site in patch.sites]
+    return [layer for layer in first if all(layer in other for other in others)]
+
+
+def _heads(model: Model, patch: Patch, layer: Any, given: Iterable[int] | int | None) -> Iterable[int]:
+    if patch.site not in (*HEAD_SITES, KV):
+        raise InputError(f"over='head': {patch.site!r} has no heads; sweep over q, k, v, z or kv.")
+    if given is not None:
+        return [given] if isinstance(given, int) else list(given)
+    if patch.site in ("q", "z"):
+        return range(model.architecture.n_heads)
+    of = layer if isinstance(layer, int) else _layers(model, patch)[0]
+    return range(model.architecture.layers[of].n_kv_heads)
+
+
+def _positions(setup: Setup, given: Any) -> Iterable[int]:
+    if given is None:
+        return range(min(len(prompt.ids) for prompt in setup.prompts))
+    if isinstance(given, str):
+        raise InputError(f"positions={given!r}: over='position' goes through absolute positions.")
+    return [given] if isinstance(given, int) else list(given)

@@ -1,0 +1,88 @@
+"""Outcomes as tidy tables."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+
+if TYPE_CHECKING:
+    from kvdrift.patching.outcome import Outcomes
+    from kvdrift.patching.spec import Cell
+
+_STEP_METRICS = ("logit_l2", "kl", "flip", "identical", "unchanged", "moved", "signature", "top1")
+
+
+def cells(outcomes: Outcomes) -> pd.DataFrame:
+    """One row per cell."""
+    rows = []
+    for number, cell in enumerate(outcomes.cells):
+        found, free, kl = outcomes.recovery(number), outcomes.free_recovery(number), outcomes.recovery(number, "kl")
+        rows.append(
+            {
+                "cell": number,
+                "label": cell.label,
+                **_place(cell),
+                "recovery": found.value,
+                "recovery_low": found.low,
+                "recovery_high": found.high,
+                "recovery_se": found.standard_error,
+                "placebo_low": found.spread[0],
+                "placebo_high": found.spread[1],
+                "recovery_kl": kl.value,
+                "recovery_written": outcomes.recovery(number, steps="written").value,
+                "reference": found.reference,
+                "n": found.n,
+                "logit_l2": _mean(outcomes.distance("patched", number)),
+                "logit_l2_reference": _mean(outcomes.distance(found.reference, number)),
+                "logit_l2_unpatched": _mean(outcomes.distance("unpatched", number)),
+                "restored": outcomes.restored(number),
+                "flips": outcomes.flips(number),
+                "followed": _mean(outcomes.followed("patched", number)),
+                "followed_unpatched": _mean(outcomes.followed("unpatched", number)),
+                "free_recovery": free.value,
+                "trivial": outcomes.trivial(number),
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def steps(outcomes: Outcomes) -> pd.DataFrame:
+    """One row per prompt, arm and step."""
+    rows = []
+    for prompt, n in enumerate(outcomes.arrays["n_steps"]):
+        for place, arm in enumerate(outcomes.arms):
+            cell = -1 if arm.cell is None else arm.cell
+            label = "" if arm.cell is None else outcomes.cells[arm.cell].label
+            for step in range(int(n)):
+                values = {name: outcomes.arrays[name][prompt, place, step] for name in _STEP_METRICS}
+                rows.append(
+                    {"prompt": prompt, "role": arm.role, "cell": cell, "label": label, "seed": arm.seed, "step": step}
+                    | values
+                )
+    return pd.DataFrame(rows)
+
+
+def _place(cell: Cell) -> dict[str, object]:
+    """Where a cell of one patch is, with None for what it does not single out; sites joined where it has several."""
+
+    def single(name: str) -> int | None:
+        chosen = {getattr(patch, name) for patch in cell.patches}
+        (only,) = chosen if len(chosen) == 1 else (None,)
+        return only[0] if isinstance(only, tuple) and len(only) == 1 else None
+
+    schedules = list(dict.fromkeys(patch.schedule for patch in cell.patches))
+    return {
+        "site": " + ".join(dict.fromkeys(patch.site for patch in cell.patches)),
+        "layer": single("layers"),
+        "head": single("heads"),
+        "position": single("positions"),
+        "schedule": " + ".join(schedule.kind for schedule in schedules),
+        "step": schedules[0].first if len(schedules) == 1 and schedules[0].is_one_shot else None,
+    }
+
+
+def _mean(values: np.ndarray) -> float:
+    known = values[np.isfinite(values)]
+    return float(known.mean()) if known.size else float("nan")

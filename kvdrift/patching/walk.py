@@ -1,0 +1,383 @@
+"""Donor, unpatched recipient and every patched recipient over one prompt, one step of each at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvdrift.bits import same_bits
+from kvdrift.controls.control import Control
+from kvdrift.controls.precision import cast_copy
+from kvdrift.controls.reroll import ReRoll
+from kvdrift.drift.metrics import kl_divergence, logit_l2
+from kvdrift.errors import NonFiniteError
+from kvdrift.models.model import Model
+from kvdrift.patching.blocks import Absent, Given, check, gather, layers_of, moved
+from kvdrift.patching.moment import Live, Moment, Recorded
+from kvdrift.patching.noise import generator, noisy, nudged
+from kvdrift.patching.outcome import Arm
+from kvdrift.patching.schedule import Schedule
+from kvdrift.patching.spec import Cell, Patch
+from kvdrift.paths.path import Path, Run
+from kvdrift.tracing.tap import Tap
+from kvdrift.tracing.trace import Trace
+from kvdrift.tracing.writer import Block, Writer
+
+FLOATS = ("logit_l2", "kl", "flip", "identical", "unchanged", "moved", "signature")
+"""What is measured of each arm at each step, beside its top-1 token."""
+Choose = Callable[[Moment, Tensor, int], int]
+"""``(donor, logits of the first patched arm, step)`` → the token that all consume next."""
+Rows = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which arms run beside the patched one.
+
+    Attributes
+    ----------
+    placebos
+        Noise arms per cell.
+    shared
+        Run the re-roll and the full patch.
+    own
+        Run each cell's self-patch, one-ulp noise, patch into re-rolled sums and patch from a float32 donor.
+    seed
+        Of the noise and the re-rolls.
+    """
+
+    placebos: int
+    shared: bool
+    own: bool
+    seed: int
+
+
+@dataclass
+class _Runner:
+    """One arm under way; before its first step it is the unpatched recipient itself."""
+
+    arm: Arm
+    first: int
+    patches: tuple[Patch, ...]
+    controls: tuple[Control, ...] | None = None
+    run: Run | None = None
+
+
+class Walk:
+    """Runs the arms of some cells over prompts.
+
+    Parameters
+    ----------
+    model
+        What runs, unless the paths have models of their own.
+    donor
+        A path, stepping in lockstep.
+    recipient
+        A path.
+    plan
+        Which arms run.
+    trace
+        A recorded donor, which takes the place of the path.
+
+    """
+
+    def __init__(self, model: Model, donor: Path, recipient: Path, plan: Plan, trace: Trace | None = None) -> None:
+        self.donor, self.recipient, self.plan, self.trace = donor, recipient, plan, trace
+        self.model = recipient.model or model
+        self.donor_model = self.model if trace is not None else donor.model or model
+        self._limits: dict[str, None] = {}
+        self._absent: dict[tuple[str, str, int], Absent] = {}
+        self._reroll = ReRoll(plan.seed)
+        self._bound = self._reroll.bind(self.model.hf) if plan.shared or plan.own else None
+        self._wide: Model | None = None
+        if plan.own and self.model.dtype in (torch.float32, torch.float64):
+            self._limits[f"no float32 donor and no signature: the model runs in {self.model.dtype_name}"] = None
+        elif plan.own:
+            base = self.donor_model
+            self._wide = Model(cast_copy(base.hf, torch.float32), base.tokenizer, f"{base.name} in float32")
+
+    def close(self) -> None:
+        """Free reordered weights and the float32 copy."""
+        if self._bound is not None:
+            self._bound.close()
+        self._wide = None
+
+    @property
+    def notes(self) -> list[str]:
+        """What could not be done, in sentences."""
+        absent = [
+            f"{site} of layer {layer}: positions named that are {reason} were not written, from step {lost.step} on "
+            f"({', '.join(map(str, lost.positions))})"
+            for (site, reason, layer), lost in self._absent.items()
+        ]
+        return [*self._limits, *absent]
+
+    # --- the arms
+
+    def shared_arms(self) -> list[Arm]:
+        """The arms that all cells share."""
+        names = ["unpatched"]
+        if self.plan.shared:
+            names.append("re-roll")
+            if self._full_sites():
+                names.append("full patch")
+        return [Arm(name, seed=self.plan.seed if name == "re-roll" else None) for name in names]
+
+    def cell_arms(self, number: int) -> list[Arm]:
+        """The arms of one cell."""
+        seeds = range(self.plan.seed, self.plan.seed + self.plan.placebos)
+        arms = [Arm("patched", number), *(Arm("placebo", number, seed) for seed in seeds)]
+        if self.plan.own:
+            arms += [Arm("self-patch", number), Arm("one ulp", number, self.plan.seed)]
+            arms.append(Arm("re-rolled patched", number, self.plan.seed))
+            if self._wide is not None:
+                arms.append(Arm("float32 donor", number))
+        return arms
+
+    def check(self, cells: Sequence[Cell], n_prompt: int, n_steps: int) -> None:
+        """Refuse cells that this model and run do not have room for."""
+        for cell in cells:
+            for patch in cell.patches:
+                check(patch, self.model, n_prompt + n_steps - 1, n_steps)
+
+    def _full_sites(self) -> tuple[str, ...]:
+        """The sites of the full patch; empty where the donor cannot give them, or in another dtype."""
+        sites = tuple(s for s in ("resid_post", "final_norm") if s in self.model.coverage.sites)
+        if self.trace is not None and not set(sites) <= set(self.trace.sites):
+            self._limits[f"no full patch: the donor trace holds no {' and '.join(sites)} at every layer"] = None
+            return ()
+        if self.donor_model.dtype != self.model.dtype:
+            self._limits["no full patch: donor and recipient run in different dtypes"] = None
+            return ()
+        return sites
+
+    def _runner(self, arm: Arm, cells: dict[int, Cell], first: int) -> _Runner:
+        rerolled = (*self.recipient.controls, self._reroll)
+        if arm.role == "unpatched":
+            return _Runner(arm, 0, ())
+        if arm.role == "re-roll":
+            return _Runner(arm, first, (), rerolled)
+        if arm.role == "full patch":
+            schedule = Schedule.persistent(first)
+            return _Runner(arm, first, tuple(Patch(site, schedule=schedule) for site in self._full_sites()))
+        assert arm.cell is not None, f"{arm.role} belongs to a cell"
+        cell = cells[arm.cell]
+        controls = rerolled if arm.role == "re-rolled patched" else None
+        return _Runner(arm, cell.first, cell.patches, controls)
+
+    # --- the walk
+
+    def over(
+        self,
+        ids: Sequence[int],
+        cells: dict[int, Cell],
+        arms: Sequence[Arm],
+        choose: Choose,
+        n_steps: int,
+        stop: frozenset[int] = frozenset(),
+        tick: Callable[[int], object] = lambda n: None,
+    ) -> Rows:
+        """Run the arms over one prompt.
+
+        Parameters
+        ----------
+        ids
+            The prompt.
+        cells
+            Number → cell, for the cells that ``arms`` name.
+        arms
+            What to run; the first must be the unpatched recipient.
+        choose
+            The token that all consume next.
+        n_steps, stop
+            How many predictions at most, and the tokens that end the run.
+        tick
+            Called after each step with the number of arms that took it.
+
+        Returns
+        -------
+        dict
+            `FLOATS` and ``top1``, each ``[arm, step]``; ``fed`` and ``donor_top1 [step]``.
+        """
+        first = min((cell.first for cell in cells.values()), default=1)
+        runners = [self._runner(arm, cells, first) for arm in arms]
+        collected: list[list[dict[str, float]]] = []
+        tokens, donor_top1 = list(ids), []
+        chosen = next((place for place, arm in enumerate(arms) if arm.role == "patched"), 0)
+        with ExitStack() as stack:
+            give, give_wide, base, writer = self._start(stack, ids, runners)
+            for number in range(n_steps):
+                token = tokens[-1] if number else None
+                watch = any(patch.schedule.covers(number) for runner in runners for patch in runner.patches)
+                donor = give(number, token, tokens, watch)
+                wide = give_wide(number, token, tokens, watch) if give_wide is not None else None
+                for runner in runners:
+                    if runner.first == number and number:
+                        runner.run = base.run.fork(runner.controls)
+                        stack.callback(runner.run.close)
+                own = base.step(token, tokens, watch)
+                logits = []
+                for runner in runners:
+                    source = wide if runner.arm.role == "float32 donor" and wide is not None else donor
+                    logits.append(self._advance(runner, number, token, source, own, writer))
+                collected.append(_measure(logits, donor.logits, own.logits, None if wide is None else wide.logits))
+                donor_top1.append(int(donor.logits.argmax()))
+                tokens.append(choose(donor, logits[chosen][0], number))
+                tick(len(runners))
+                if tokens[-1] in stop:
+                    break
+        found: Rows = {name: np.array([[row[name] for row in rows] for rows in collected]).T for name in FLOATS}
+        found["top1"] = np.array([[int(row["top1"]) for row in rows] for rows in collected], dtype=np.int64).T
+        found["fed"] = np.array(tokens[len(ids) :])
+        found["donor_top1"] = np.array(donor_top1)
+        return found
+
+    def _start(
+        self, stack: ExitStack, ids: Sequence[int], runners: Sequence[_Runner]
+    ) -> tuple[Callable[..., Moment], Callable[..., Moment] | None, Live, Writer]:
+        """Taps, writer and runs of one walk."""
+        patches = [patch for runner in runners for patch in runner.patches]
+        sites: dict[str, set[int]] = {}
+        for patch in patches:
+            for site in patch.sites:
+                sites.setdefault(site, set()).update(layers_of(self.model, patch, site))
+        everywhere = any(patch.beyond_current for patch in patches)
+
+        def live(path: Path, model: Model) -> Live:
+            wanted = {site: frozenset(layers) for site, layers in sites.items()}
+            where = "all" if everywhere else "current"
+            tap = Tap(model, wanted, where=where, kv_where="all", copy=False, scaled=False)  # type: ignore[arg-type]
+            tap.enabled = False
+            run = path.start(model, ids)
+            stack.enter_context(tap)
+            stack.callback(run.close)
+            return Live(run, tap)
+
+        base = live(self.recipient, self.model)
+        if self.trace is not None:
+            recorded = Recorded(self.trace, self.model, ids)
+            layers = {site: tuple(sorted(numbers)) for site, numbers in sites.items()}
+
+            def give(number: int, token: int | None, tokens: Sequence[int], watch: bool) -> Moment:
+                return recorded.step(number, layers, watch)
+        else:
+            source = live(self.donor, self.donor_model)
+
+            def give(number: int, token: int | None, tokens: Sequence[int], watch: bool) -> Moment:
+                return source.step(token, tokens, watch)
+
+        give_wide: Callable[..., Moment] | None = None
+        if self._wide is not None and any(runner.arm.role == "float32 donor" for runner in runners):
+            path = self.recipient if self.trace is not None else self.donor
+            wide = live(replace(path, model=self._wide), self._wide)  # type: ignore[type-var]
+
+            def give_wide(number: int, token: int | None, tokens: Sequence[int], watch: bool) -> Moment:
+                return wide.step(token, tokens, watch)
+
+        writer = stack.enter_context(Writer(self.model, {site: sorted(layers) for site, layers in sites.items()}))
+        return give, give_wide, base, writer
+
+    def _advance(
+        self,
+        runner: _Runner,
+        number: int,
+        token: int | None,
+        source: Moment,
+        own: Moment,
+        writer: Writer,
+    ) -> tuple[Tensor, float]:
+        """One step of one arm: its logits, and how far what was written lies from its own values."""
+        if runner.run is None:
+            return own.logits, np.nan
+        due = [patch for patch in runner.patches if patch.schedule.covers(number)]
+        if runner.arm.role == "one ulp" and number > runner.first:
+            due = []
+        if not due and runner.controls is None and getattr(runner.run, "stateless", False):
+            return own.logits, np.nan  # nothing is left of what was written before
+        given = self._given(runner, due, number, source, own)
+        blocks = self._content(runner, number, given)
+        into_cache = [block for block, g in zip(blocks, given, strict=True) if g.into_cache]
+        for block in into_cache:
+            runner.run.overwrite(block.layer, block.site, block.heads, block.positions, block.value)  # type: ignore[attr-defined]
+        writer.load(block for block, g in zip(blocks, given, strict=True) if not g.into_cache)
+        writer.position, writer.keys = own.position, runner.run.key_positions
+        try:
+            logits = runner.run.step(token).logits
+        finally:
+            writer.load(())
+        if logits.isnan().any() or logits.isposinf().any():
+            raise NonFiniteError(
+                f"The {runner.arm.role} arm leaves the finite numbers at step {number}: what was written does not fit "
+                f"{self.model.dtype_name} there; patch fewer sites, or run in float32."
+            )
+        return logits, moved([block.value for block in blocks], [g.own for g in given]) if given else np.nan
+
+    def _given(self, runner: _Runner, due: Sequence[Patch], number: int, source: Moment, own: Moment) -> list[Given]:
+        """What the patches that are due write at this step, with the donor's values."""
+        found: list[Given] = []
+        held = getattr(runner.run, "held", None)
+        for patch in due:
+            blocks, absent = gather(patch, self.model, own, source, held, number)
+            found += blocks
+            for lost in absent if runner.arm.role == "patched" else ():
+                self._absent.setdefault((lost.site, lost.reason, lost.layer), lost)
+        return found
+
+    def _content(self, runner: _Runner, number: int, given: Sequence[Given]) -> list[Block]:
+        """The donor's values, or what the arm writes instead of them."""
+        role, seed = runner.arm.role, runner.arm.seed
+        if role == "self-patch":
+            return [replace(g.block, value=g.own) for g in given]
+        if role == "placebo":
+            return [
+                replace(g.block, value=noisy(g.own, g.block.value, generator(seed, number, site, layer)))
+                for g in given
+                for site, layer in [(g.block.site, g.block.layer)]
+            ]
+        if role == "one ulp":
+            chosen = int(torch.randint(max(len(given), 1), (1,), generator=generator(seed, "one ulp")))
+            random = generator(seed, "entry")
+            return [
+                replace(g.block, value=nudged(g.own, random) if place == chosen else g.own)
+                for place, g in enumerate(given)
+            ]
+        return [g.block for g in given]
+
+
+def _measure(
+    logits: Sequence[tuple[Tensor, float]], donor: Tensor, own: Tensor, wide: Tensor | None
+) -> list[dict[str, float]]:
+    """Every arm against the donor at one step."""
+    rows: list[dict[str, float]] = []
+    donor = donor.to(own.device)
+    top = int(donor.argmax())
+    error = None if wide is None else _centred(donor, wide)
+    for arm, distance in logits:
+        row = {"top1": float(int(arm.argmax())), "moved": distance, "unchanged": float(same_bits(arm, own))}
+        row["flip"] = float(row["top1"] != top)
+        row["identical"] = float(arm.dtype == donor.dtype and same_bits(arm, donor))
+        if rows and row["unchanged"]:
+            row |= {name: rows[0][name] for name in ("logit_l2", "kl", "signature")}
+        else:
+            row["logit_l2"] = float(logit_l2(arm, donor))
+            row["kl"] = float(kl_divergence(donor, arm))
+            row["signature"] = np.nan if error is None or wide is None else _cosine(_centred(arm, wide), error)
+        rows.append(row)
+    return rows
+
+
+def _centred(logits: Tensor, reference: Tensor) -> Tensor:
+    """The error of some logits, centred over the vocabulary, float64 ``[vocab]``; masked tokens have none."""
+    error = logits.double() - reference.to(logits.device).double()
+    error = torch.where(error.isfinite(), error, 0.0)
+    return error - error.mean()
+
+
+def _cosine(a: Tensor, b: Tensor) -> float:
+    scale = float(a.norm() * b.norm())
+    return float(a @ b) / scale if scale else float("nan")

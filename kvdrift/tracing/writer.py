@@ -1,0 +1,201 @@
+"""Writing values into a forward pass: the counterpart of `Tap`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from kvdrift.tracing.seam import AttentionCall, Order, Output, seam
+from kvdrift.tracing.sites import HEAD_SITES
+from kvdrift.tracing.tap import first_tensor, hidden
+
+if TYPE_CHECKING:
+    from kvdrift.models.model import Model
+
+Index = slice | list[int]
+
+
+@dataclass(frozen=True)
+class Block:
+    """Values for a rectangle of one site in one layer.
+
+    Attributes
+    ----------
+    site, layer
+        Where.
+    heads
+        Heads along the head axis (KV heads at ``k``, ``v``); all of them at residual sites.
+    positions
+        Absolute positions.
+    value
+        ``[1, position, d_model]`` at residual sites, ``[1, head, position, feature]`` inside attention.
+    """
+
+    site: str
+    layer: int
+    heads: Index
+    positions: Sequence[int]
+    value: Tensor
+
+
+def as_index(numbers: Sequence[int]) -> Index:
+    """Indices as a slice where they are consecutive: views instead of copies.
+
+    Examples
+    --------
+    >>> as_index([3, 4, 5]), as_index([3, 5])
+    (slice(3, 6, None), [3, 5])
+    """
+    if not numbers:
+        return slice(0, 0)
+    if isinstance(numbers, range) and numbers.step == 1:
+        return slice(numbers.start, numbers.stop)
+    first, n = numbers[0], len(numbers)
+    if numbers[-1] - first == n - 1 and all(number == first + i for i, number in enumerate(numbers)):
+        return slice(first, first + n)
+    return list(numbers)
+
+
+def write_at(target: Tensor, heads: Index, rows: Index, value: Tensor) -> None:
+    """``target[:, heads, rows] = value`` in place, for ``target [1, head, row, feature]``."""
+    value = value.to(target.device, target.dtype)
+    if isinstance(heads, list) and isinstance(rows, list):
+        for place, head in enumerate(heads):
+            target[:, head, rows] = value[:, place]
+    else:
+        target[:, heads, rows] = value
+
+
+class Writer:
+    """Hooks that write blocks during forward passes; without blocks they touch nothing.
+
+    A context manager: the hooks are in place inside it, and between two passes `blocks` may be changed at will.
+    They run before the hooks of a `Tap`, whichever came first, so that a tap sees what was written.
+
+    Parameters
+    ----------
+    model
+        The model to write into.
+    sites
+        Site → the layers that may be written.
+
+    Attributes
+    ----------
+    position
+        Absolute position of the last token of the pass that runs.
+    keys
+        ``(layer, n_keys)`` → the absolute position of each key that its kernel reads.
+    """
+
+    order = Order.WRITE
+
+    def __init__(self, model: Model, sites: dict[str, Iterable[int]]) -> None:
+        self.model = model
+        self.sites = {site: tuple(layers) for site, layers in sites.items()}
+        self.position = 0
+        self.keys: Callable[[int, int], Sequence[int]] = lambda layer, n_keys: range(n_keys)
+        self._blocks: dict[tuple[str, int], list[Block]] = {}
+        self._stack = ExitStack()
+
+    def load(self, blocks: Iterable[Block]) -> None:
+        """Write these blocks, and nothing else, in the passes that follow."""
+        self._blocks = {}
+        for block in blocks:
+            self._blocks.setdefault((block.site, block.layer), []).append(block)
+
+    def __enter__(self) -> Writer:
+        with ExitStack() as stack:
+            for site, layers in self.sites.items():
+                for layer in layers if site not in HEAD_SITES else ():
+                    self._place(stack, site, layer)
+            if any(site in ("q", "k", "v") for site in self.sites):
+                stack.enter_context(seam(self.model.hf, self))
+            if "z" in self.sites:
+                stack.enter_context(seam(self.model.hf, _OutputWriter(self)))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _place(self, stack: ExitStack, site: str, layer: int) -> None:
+        place = self.model.coverage.places[site][layer]
+
+        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+            self._residual(site, layer, hidden(args, kwargs))
+
+        def after(_module: nn.Module, _args: Any, output: Any) -> None:
+            self._residual(site, layer, first_tensor(output))
+
+        if place.kind == "input":
+            handle = place.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        else:
+            handle = place.module.register_forward_hook(after, prepend=True)
+        stack.callback(handle.remove)
+
+    def _residual(self, site: str, layer: int, own: Tensor) -> None:
+        """Write into ``own [1, row, d_model]`` itself: a residual stream has readers that no hook hands a copy."""
+        first = self.position + 1 - own.shape[1]
+        for block in self._blocks.get((site, layer), ()):
+            rows = as_index(shifted(block.positions, -first))
+            own[:, rows] = block.value.to(own.device, own.dtype)
+
+    def __call__(self, call: AttentionCall, proceed: Callable[[AttentionCall], Output]) -> Output:
+        """The link in the attention seam: write what the kernel is about to read."""
+        layer = self.model.layer_of[id(call.module)]
+        call.query = self._written("q", layer, call.query)
+        call.key = self._written("k", layer, call.key)
+        call.value = self._written("v", layer, call.value)
+        return proceed(call)
+
+    def _written(self, site: str, layer: int, own: Tensor) -> Tensor:
+        """A copy of ``own [1, head, row, feature]`` with the blocks in it, or itself without any."""
+        blocks = self._blocks.get((site, layer))
+        if not blocks:
+            return own
+        n_rows = own.shape[2]
+        at = self.keys(layer, n_rows) if site in ("k", "v") else range(self.position + 1 - n_rows, self.position + 1)
+        changed = own.clone()
+        for block in blocks:
+            write_at(changed, block.heads, slots(block.positions, at), block.value)
+        return changed
+
+
+def shifted(positions: Sequence[int], by: int) -> Sequence[int]:
+    """Positions counted from elsewhere; a range stays one."""
+    if isinstance(positions, range) and positions.step == 1:
+        return range(positions.start + by, positions.stop + by)
+    return [position + by for position in positions]
+
+
+def slots(positions: Sequence[int], at: Sequence[int]) -> Index:
+    """Where ``positions`` sit along an axis whose absolute positions are ``at``.
+
+    Examples
+    --------
+    >>> slots([5, 6], range(4, 8)), slots([9, 5], [5, 7, 9])
+    (slice(1, 3, None), [2, 0])
+    """
+    if isinstance(at, range):
+        return as_index(shifted(positions, -at.start))
+    place = {position: slot for slot, position in enumerate(at)}
+    return as_index([place[position] for position in positions])
+
+
+class _OutputWriter:
+    """The link that writes ``z``, inside every link that observes it."""
+
+    order = Order.WRITE_OUTPUT
+
+    def __init__(self, writer: Writer) -> None:
+        self.writer = writer
+
+    def __call__(self, call: AttentionCall, proceed: Callable[[AttentionCall], Output]) -> Output:
+        output, pattern = proceed(call)
+        own = output.transpose(1, 2)
+        changed = self.writer._written("z", self.writer.model.layer_of[id(call.module)], own)
+        return (output if changed is own else changed.transpose(1, 2)), pattern

@@ -144,14 +144,19 @@ def run_cells(
     progress: bool,
     results: str | FilePath | None = None,
     over: tuple[str, ...] = (),
+    controlled: frozenset[int] | None = None,
 ) -> Sweep:
-    """Run these cells over the prompts of ``setup``; see `sweep`."""
+    """Run these cells over the prompts of ``setup``; see `sweep`.
+
+    ``controlled`` restricts each cell's own controls (``controls="all"``) to these cells.
+    """
     if not isinstance(placebos, int) or placebos < 0:
         raise InputError(f"placebos={placebos}: give a whole number, 0 for none.")
     if controls not in ("all", "shared", "none"):
         raise InputError(f"controls={controls!r}: choose 'all', 'shared' or 'none'.")
-    walk = Walk(setup.model, setup.donor, setup.recipient, Plan(placebos, controls != "none", controls == "all", seed))
-    settings = {"placebos": placebos, "controls": controls, "seed": seed}
+    plan = Plan(placebos, controls != "none", controls == "all", seed, controlled)
+    walk = Walk(setup.model, setup.donor, setup.recipient, plan)
+    settings = {"placebos": placebos, "controls": controls, "seed": seed, "controlled": sorted(controlled or ())}
     patches = [[patch.to_dict() for patch in cell.patches] for cell in cells]
     try:
         for prompt, length in zip(setup.prompts, setup.lengths, strict=True):
@@ -178,7 +183,7 @@ def _prompt(
     """All cells over one prompt: those that are kept from before, and the others in groups."""
     missing = [cell for cell in range(len(cells)) if ledger.get(number, cell) is None]
     bar.update(len(cells) - len(missing))
-    size = _together(setup, walk, number)
+    size = _together(setup, walk, number, len(cells))
     groups = [missing[i : i + size] for i in range(0, len(missing), size)]
     if not groups and ledger.get(number, SHARED) is None:
         groups = [[]]
@@ -187,7 +192,7 @@ def _prompt(
         arms = shared if kept is None else shared[:1]
         own = [walk.cell_arms(cell) for cell in group]
         everyone = [*arms, *(arm for some in own for arm in some)]
-        # The shared arms begin at the first write of all cells, whichever group they run in.
+        # All cells are handed over: the shared arms begin at the first write of any, whichever group they run in.
         rows = one_prompt(setup, walk, number, dict(enumerate(cells)), everyone)
         finished: dict[tuple[int, int], Rows] = {}
         start = len(arms)
@@ -214,12 +219,12 @@ def _some(rows: Rows, arms: slice) -> Rows:
     return {name: rows[name][arms] for name in (*FLOATS, "top1")}
 
 
-def _together(setup: Setup, walk: Walk, number: int) -> int:
+def _together(setup: Setup, walk: Walk, number: int, n_cells: int) -> int:
     """How many cells step beside one donor run: as many as their caches leave room for."""
     model = walk.model
     length = len(setup.prompts[number].ids) + setup.lengths[number]
     entry = sum(2 * info.n_kv_heads * info.head_dim for info in model.architecture.layers)
-    arms = len(walk.cell_arms(0))
+    arms = max(len(walk.cell_arms(cell)) for cell in range(n_cells))
     n_bytes = max(1, entry * length * arms * model.dtype.itemsize)
     return max(1, min(TOGETHER, int(SHARE_OF_FREE_MEMORY * free_memory(model.device)) // n_bytes))
 
@@ -245,7 +250,7 @@ def _cells(
             heads = _heads(model, whole, layer, chosen["head"]) if "head" in axes else [chosen["head"]]
             positions = _positions(setup, chosen["position"]) if "position" in axes else [chosen["position"]]
             for head, position in product(heads, positions):
-                patch = Patch(site, layer, head, position, schedule, write if kv else None)  # type: ignore[arg-type]
+                patch = Patch(site, layer, head, position, schedule, write if kv else None)
                 cells.append(as_cell(patch))
     return cells
 

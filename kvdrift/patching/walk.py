@@ -49,12 +49,15 @@ class Plan:
         Run each cell's self-patch, one-ulp noise, patch into re-rolled sums and patch from a float32 donor.
     seed
         Of the noise and the re-rolls.
+    only
+        The cells that get controls of their own; None for all.
     """
 
     placebos: int
     shared: bool
     own: bool
     seed: int
+    only: frozenset[int] | None = None
 
 
 @dataclass
@@ -132,7 +135,7 @@ class Walk:
         """The arms of one cell."""
         seeds = range(self.plan.seed, self.plan.seed + self.plan.placebos)
         arms = [Arm("patched", number), *(Arm("placebo", number, seed) for seed in seeds)]
-        if self.plan.own:
+        if self.plan.own and (self.plan.only is None or number in self.plan.only):
             arms += [Arm("self-patch", number), Arm("one ulp", number, self.plan.seed)]
             arms.append(Arm("re-rolled patched", number, self.plan.seed))
             if self._wide is not None:

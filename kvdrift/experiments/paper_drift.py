@@ -1,0 +1,145 @@
+"""The paper's drift experiment: the layer profile by family, beside the rounding floor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path as FilePath
+from typing import Any
+
+from kvdrift.drift.compare import compare
+from kvdrift.drift.result import Drift
+from kvdrift.errors import InputError
+
+
+@dataclass(frozen=True)
+class PaperDrift:
+    """One `Drift` per model, on the same prompts; made by `paper_drift`."""
+
+    drifts: tuple[Drift, ...]
+
+    def to_dataframe(self) -> Any:
+        """One row per model: how its heads are grouped, where drift starts, how it grows, how it stands to the floor.
+
+        ``first_layer_share`` and ``first_quarter_share`` are shares of the last layer's drift (see
+        `kvdrift.drift.profile.Growth`), which the paper's two claims are about: that GQA models jump at the first
+        layer (a first-layer share near 1), and that Gemma drifts evenly (a share near 1 / layers).
+        """
+        import pandas as pd
+
+        return pd.DataFrame([_row(drift) for drift in self.drifts])
+
+    def reading(self) -> list[str]:
+        """What the table says about the paper's two claims, in sentences."""
+        return [_sentence(drift) for drift in self.drifts]
+
+    def summary(self) -> str:
+        """The reading as one text."""
+        return "\n".join(self.reading())
+
+    def __repr__(self) -> str:
+        return self.summary()
+
+
+def paper_drift(
+    models: Any | Sequence[Any] | Mapping[str, Any],
+    prompts: Any,
+    *,
+    max_new_tokens: int = 32,
+    floor: int = 1,
+    chat: bool = False,
+    seed: int = 0,
+    progress: bool = True,
+    resume: str | FilePath | None = None,
+) -> PaperDrift:
+    """Measure the layer profile of drift in several models on the same prompts.
+
+    The paper finds that models with grouped queries (GQA) jump at the first layer while Gemma, with its sliding
+    windows and larger head dimension, drifts evenly from layer to layer.
+
+    Parameters
+    ----------
+    models
+        One or several of what `kvdrift.load` takes, or a mapping whose keys name them.
+    prompts
+        As `kvdrift.compare` takes them; text, so that every model reads its own tokens.
+    max_new_tokens, floor, chat, seed, progress
+        As in `kvdrift.compare`.
+    resume
+        A folder that keeps finished prompts, one subfolder per model.
+
+    Returns
+    -------
+    PaperDrift
+
+    Raises
+    ------
+    InputError
+        If there is no model.
+
+    Examples
+    --------
+    >>> import kvdrift as kd
+    >>> models = [kd.models.tiny("llama"), kd.models.tiny("gemma3")]
+    >>> found = kd.experiments.paper_drift(models, [[1, 2, 3]], max_new_tokens=3, progress=False)
+    >>> list(found.to_dataframe()["grouping"])
+    ['GQA 8:2', 'GQA 8:2']
+    """
+    if isinstance(models, Mapping):
+        named = dict(models)
+    else:
+        listed = list(models) if isinstance(models, (list, tuple)) else [models]
+        named = {str(place): model for place, model in enumerate(listed)}
+    if not named:
+        raise InputError("There is no model; give one or several of what kvdrift.load takes.")
+    drifts = []
+    for name, model in named.items():
+        drift = compare(
+            model,
+            prompts,
+            max_new_tokens=max_new_tokens,
+            floor=floor,
+            chat=chat,
+            seed=seed,
+            progress=progress,
+            resume=None if resume is None else FilePath(resume) / name,
+        )
+        drifts.append(drift)
+    return PaperDrift(tuple(drifts))
+
+
+def _row(drift: Drift) -> dict[str, Any]:
+    growth, architecture = drift.growth(), drift.architecture
+    heads = f"{architecture.n_heads}:{architecture.n_kv_heads}"
+    row: dict[str, Any] = {
+        "model": drift.a.model,
+        "dtype": drift.a.dtype,
+        "grouping": architecture.grouping if architecture.grouping == "MHA" else f"{architecture.grouping} {heads}",
+        "sliding_layers": sum(info.window is not None for info in architecture.layers),
+        "layers": architecture.n_layers,
+        "prompts": len(drift.prompts),
+        "onset": drift.onset().source_layer,
+    }
+    for name in ("first_layer_share", "first_quarter_share", "plateau_layer", "plateau", "plateau_over_floor"):
+        estimate = getattr(growth, name)
+        low, high = (None, None) if estimate is None or estimate.interval is None else estimate.interval
+        row |= {name: None if estimate is None else estimate.value, f"{name}_low": low, f"{name}_high": high}
+    return row
+
+
+def _sentence(drift: Drift) -> str:
+    row = _row(drift)
+    sliding = f"{row['sliding_layers']} of {row['layers']} layers sliding"
+    name = f"{row['model']} in {row['dtype']} ({row['grouping']}, {sliding})"
+    share, quarter = row["first_layer_share"], row["first_quarter_share"]
+    if share is None or quarter is None:
+        return f"{name}: no drift at the last layer, so there is no profile"
+    even = 1 / row["layers"]
+    shape = (
+        "it jumps at the first layer"
+        if share > 0.5
+        else f"the first layer holds {share:.1%} of the final drift (an even course would give {even:.1%})"
+    )
+    floor = row["plateau_over_floor"]
+    beside = "" if floor is None else f"; the last quarter lies at {floor:.2f} times the rounding floor"
+    return f"{name}: {shape}, the first quarter of the layers {quarter:.1%}{beside}"

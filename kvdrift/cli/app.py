@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from kvdrift.cli import compare, demo, models, record, report
+from kvdrift.cli import compare, demo, factorial, models, patch, record, report, sweep
 from kvdrift.cli.console import INTERRUPTED, NOTHING_WRITTEN, Interrupted, complain
 from kvdrift.errors import KvdriftError
 
@@ -21,6 +21,9 @@ app = typer.Typer(
 )
 app.command()(demo.demo)
 app.command()(compare.compare)
+app.command()(patch.patch)
+app.command()(sweep.sweep)
+app.command()(factorial.factorial)
 app.command()(record.record)
 app.command()(report.report)
 app.add_typer(models.app, name="models")

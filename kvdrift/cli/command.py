@@ -7,6 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import typer
+
+OUTPUTS = ("as_json", "save", "report", "results")
+"""Parameters that say where a result goes, not what it is."""
+
 
 def command_line(verb: str, positional: list[Any], options: Mapping[str, Any]) -> str:
     """A command from its parts, as a shell would read it back.
@@ -33,6 +38,23 @@ def command_line(verb: str, positional: list[Any], options: Mapping[str, Any]) -
                 continue
             words += [name] if one is True else [name, str(one.name) if isinstance(one, Path) else str(one)]
     return shlex.join(words)
+
+
+def typed(context: typer.Context) -> str:
+    """The command that is running: its arguments, and every option with another value than its default.
+
+    Options that only say where the result goes are left out.
+    """
+    positional, options = [], {}
+    for parameter in context.command.params:
+        value = context.params.get(str(parameter.name))
+        if parameter.param_type_name == "argument":
+            positional.append(value)
+        elif parameter.name not in OUTPUTS and value != parameter.default:
+            off = value is False and parameter.secondary_opts
+            name = parameter.secondary_opts[0] if off else parameter.opts[0]
+            options[name] = True if off else list(value) if isinstance(value, (list, tuple)) else value
+    return command_line(str(context.info_name), positional, options)
 
 
 def portable(model: Any) -> str:

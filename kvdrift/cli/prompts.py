@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from kvdrift.errors import InputError
 
 KEYS = ("prompt", "question", "text", "ids")
+_RANGE = re.compile(r"(\d{1,7})(?:-(\d{1,7}))?", re.ASCII)
 
 
 def gather(texts: list[str] | None, file: Path | None) -> list[str | list[int]]:
@@ -85,11 +87,39 @@ def numbers(text: str, option: str) -> list[int]:
     """
     found: list[int] = []
     for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        if not first.isdecimal() or (dash and (not last.isdecimal() or int(last) < int(first))):
+        match = _RANGE.fullmatch(part.strip())
+        first, last = (0, -1) if match is None else (int(match[1]), int(match[2] or match[1]))
+        if last < first:
             raise InputError(f"{option} takes whole numbers and ranges such as 0,3,5-8, not {text!r}.")
-        found += range(int(first), int(last if dash else first) + 1)
+        found += range(first, last + 1)
     return found
+
+
+def numbers_or_all(text: str | None, option: str) -> list[int] | None:
+    """`numbers`, or None where the option was left out."""
+    return None if text is None else numbers(text, option)
+
+
+def places(text: str | None) -> Literal["current", "past", "all"] | list[int] | None:
+    """What ``--positions`` names: a word, or a list of absolute positions.
+
+    Raises
+    ------
+    InputError
+        If it is neither.
+    """
+    if text == "current":
+        return "current"
+    if text == "past":
+        return "past"
+    if text == "all":
+        return "all"
+    try:
+        return numbers_or_all(text, "--positions")
+    except InputError:
+        raise InputError(
+            f"--positions takes current, past, all, or whole numbers and ranges such as 0,3,5-8, not {text!r}."
+        ) from None
 
 
 def names(text: str) -> list[str]:

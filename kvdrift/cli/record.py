@@ -7,34 +7,31 @@ from typing import Annotated, Literal
 
 import typer
 
-from kvdrift.cli import console
+from kvdrift.cli import console, options
 from kvdrift.cli.prompts import gather, names, numbers
+from kvdrift.cli.verb import open_model
 from kvdrift.errors import InputError
 
 
 def record(
-    model: Annotated[str, typer.Argument(help="Preset, Hub id or local folder.", show_default=False)],
+    model: options.ModelName,
     out: Annotated[Path, typer.Option(help="File to write; several prompts are numbered.", show_default=False)],
-    prompt: Annotated[list[str] | None, typer.Option(help="A prompt; repeat for several.")] = None,
-    prompts: Annotated[
-        Path | None, typer.Option(help="JSON lines: a string, or an object with prompt, question, text or ids.")
-    ] = None,
+    prompt: options.Prompt = None,
+    prompts: options.PromptFile = None,
     path: Annotated[Literal["on", "off"], typer.Option(help="With the cache or without.")] = "on",
     sites: Annotated[str, typer.Option(help="Comma-separated sites.")] = "resid_post,k,v",
-    layers: Annotated[str | None, typer.Option(help="Such as 0,3,5-8; all if left out.")] = None,
-    heads: Annotated[str | None, typer.Option(help="Such as 0-2; all if left out.")] = None,
+    layers: options.Layers = None,
+    heads: options.Heads = None,
     positions: Annotated[str, typer.Option(help="current, all, or a list such as 0,4-7.")] = "current",
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Steps per prompt.")] = 32,
-    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16, float32 or float64.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    attn: Annotated[str, typer.Option(help="auto, sdpa, eager or another implementation.")] = "auto",
-    prefill_chunk: Annotated[
-        int | None, typer.Option(min=1, help="Feed the prompt to cache-ON in chunks of N.")
-    ] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Put prompts into the chat template.")] = False,
+    max_new_tokens: options.NewTokens = 32,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    attn: options.Attention = "auto",
+    prefill_chunk: options.PrefillChunk = None,
+    chat: options.Chat = False,
     offload: Annotated[bool, typer.Option("--offload", help="Keep recorded tensors on the CPU.")] = False,
     memory_gb: Annotated[float | None, typer.Option(min=0, help="Memory allowed for the recording, in GB.")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; they change the bits.")] = None,
+    threads: options.Threads = None,
 ) -> None:
     """Record tensors of one path at chosen sites, layers, heads and positions."""
     given = gather(prompt, prompts)
@@ -45,16 +42,11 @@ def record(
     for file in files:
         console.check_target(file)
     with console.working():
-        import torch
-
-        from kvdrift.models.load import load
         from kvdrift.paths.cache_off import CacheOff
         from kvdrift.paths.cache_on import CacheOn
         from kvdrift.paths.record import record as run
 
-        if threads is not None:
-            torch.set_num_threads(threads)
-        loaded = load(model, dtype=dtype, device=device, attn=attn)
+        loaded = open_model(model, dtype, device, attn, threads)
         traces = run(
             loaded,
             given,

@@ -11,15 +11,17 @@ from kvdrift.cli import console
 
 
 def report(
-    files: Annotated[list[Path], typer.Argument(help="Drifts saved by kvdrift.", show_default=False)],
+    files: Annotated[
+        list[Path],
+        typer.Argument(help="Results saved by kvdrift, of any kind.", show_default=False),
+    ],
     out: Annotated[Path, typer.Option(help="The HTML file to write.")] = Path("kvdrift-report.html"),
     title: Annotated[str | None, typer.Option(help="Title of the document.")] = None,
 ) -> None:
-    """Write one self-contained HTML report from saved drifts; the models are not needed."""
+    """Write one self-contained HTML report from saved results; the models are not needed."""
     console.check_target(out)
     with console.working():
-        from kvdrift.drift.result import Drift
-        from kvdrift.report import write_report
+        from kvdrift.report import load_result, write_report
 
-        drifts = [Drift.load(file) for file in files]
-        console.say(f"Wrote {write_report(out, *drifts, title=title)}")
+        results = [load_result(file) for file in files]
+        console.say(f"Wrote {write_report(out, *results, title=title)}")

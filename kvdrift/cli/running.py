@@ -1,4 +1,4 @@
-"""A comparison from the terminal: finished prompts are kept, so that Ctrl-C costs one prompt at most."""
+"""Long runs from the terminal: what is finished is kept, so that Ctrl-C costs one prompt or one group of cells."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from kvdrift.errors import WeightsError
 if TYPE_CHECKING:
     from kvdrift.drift.result import Drift
     from kvdrift.models.model import Model
+    from kvdrift.patching.result import Sweep
 
 
 def resumable(model: Model, prompts: list[Any], command: str, compare: Callable[..., Drift]) -> Drift:
@@ -45,7 +46,42 @@ def resumable(model: Model, prompts: list[Any], command: str, compare: Callable[
         raise Interrupted(_tidy(folder, len(prompts))) from None
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)
-    return replace(drift, provenance={**drift.provenance, "command": command})
+    return made_by(drift, command)
+
+
+def resumable_sweep(
+    model: Model, prompts: list[Any], command: str, results: Path | None, sweep: Callable[..., Sweep]
+) -> Sweep:
+    """Sweep, keeping finished cells in a results file, or in the cache folder until all are done.
+
+    Parameters
+    ----------
+    model, prompts, command
+        As `resumable` takes them.
+    results
+        The file to keep cells in, which stays; None takes one in the cache folder, which goes when all is done.
+    sweep
+        Called with ``results=FILE`` or ``results=None``.
+
+    Raises
+    ------
+    Interrupted
+        On Ctrl-C, with a sentence about what was kept.
+    """
+    folder = _folder(model, prompts, command) if results is None else None
+    file = results if folder is None else folder / "cells.jsonl"
+    try:
+        found = sweep(results=file)
+    except KeyboardInterrupt:
+        raise Interrupted(_tidy_cells(folder, file)) from None
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+    return made_by(found, command)
+
+
+def made_by(result: Any, command: str) -> Any:
+    """The same result, whose provenance names the command that made it."""
+    return replace(result, provenance={**result.provenance, "command": command})
 
 
 def _folder(model: Model, prompts: list[Any], command: str) -> Path | None:
@@ -73,3 +109,23 @@ def _tidy(folder: Path | None, prompts: int) -> str:
             shutil.rmtree(folder, ignore_errors=True)
         return "Stopped before the first prompt was finished; nothing was kept and nothing was written."
     return f"Stopped; {len(kept)} of {prompts} prompts are finished and kept: the same command goes on from there."
+
+
+def _tidy_cells(folder: Path | None, file: Path | None) -> str:
+    """Say what an interrupted sweep leaves behind; a folder of ours without a finished cell is removed."""
+    cells = 0 if file is None else finished_cells(file)
+    if not cells:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        return "Stopped before the first cells were finished; no cell was kept and no result was written."
+    return f"Stopped; {cells} finished cells are kept in {file}: the same command goes on from there."
+
+
+def finished_cells(file: Path) -> int:
+    """How many cells a results file holds, over all prompts; the arms that all cells share are none."""
+    try:
+        with file.open(encoding="utf-8") as lines:
+            entries = [json.loads(line) for line in lines if line.endswith("\n")]
+    except (OSError, ValueError):
+        return 0
+    return sum(entry.get("cell", -1) >= 0 for entry in entries)

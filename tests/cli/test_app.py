@@ -14,7 +14,7 @@ def test_help_needs_no_torch():
     code = "import sys; from kvdrift.cli import main; main(['--help']); sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-    for verb in ("demo", "models", "record", "compare", "report"):
+    for verb in ("demo", "models", "record", "compare", "report", "patch", "sweep", "factorial"):
         assert verb in done.stdout
 
 

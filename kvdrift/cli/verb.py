@@ -1,0 +1,83 @@
+"""What the verbs do alike: read the model, choose the paths, hand the result over."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import typer
+
+from kvdrift.cli import console
+from kvdrift.errors import InputError
+
+if TYPE_CHECKING:
+    from kvdrift.models.model import Model
+    from kvdrift.paths.path import Path as ModelPath
+
+
+def check_targets(**targets: Path | None) -> None:
+    """Refuse output files that could not be written, by option name, before a long run rather than after it.
+
+    Raises
+    ------
+    InputError
+        If two options name one file, or one of them a folder.
+    FileError
+        If a folder cannot be made or written.
+    """
+    seen: dict[Path, str] = {}
+    for option, path in targets.items():
+        if path is None:
+            continue
+        if path in seen:
+            raise InputError(f"--{seen[path]} and --{option} both name {path}; give two files.")
+        seen[path] = option
+        console.check_target(path)
+
+
+def open_model(name: str, dtype: str, device: str, attn: str, threads: int | None) -> Model:
+    """Load a model as the options say.
+
+    Raises
+    ------
+    ModelError, WeightsError, InputError
+        If it cannot be loaded so.
+    """
+    import torch
+
+    from kvdrift.models.load import load
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    return load(name, dtype=dtype, device=device, attn=attn)
+
+
+def donor_and_recipient(recipient: Literal["on", "off"], prefill_chunk: int | None) -> tuple[ModelPath, ModelPath]:
+    """The path that gives and the path that is patched."""
+    from kvdrift.paths.cache_off import CacheOff
+    from kvdrift.paths.cache_on import CacheOn
+
+    on, off = CacheOn(prefill_chunk=prefill_chunk), CacheOff()
+    return (off, on) if recipient == "on" else (on, off)
+
+
+def deliver(result: Any, *, as_json: bool, save: Path | None, report: Path | None) -> None:
+    """Save a result, report it, and print it: its summary to stderr, or with ``--json`` one object to stdout.
+
+    Raises
+    ------
+    FileError
+        If a file cannot be written.
+    """
+    with console.working():
+        if save is not None:
+            console.say(f"Saved {result.save(save)}")
+        if report is not None:
+            from kvdrift.report import write_report
+
+            console.say(f"Wrote {write_report(report, result)}")
+        if not as_json:
+            console.say(result.summary())
+    if as_json:
+        typer.echo(json.dumps(result.to_dict(), allow_nan=False))

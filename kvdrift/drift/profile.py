@@ -331,6 +331,56 @@ def bootstrap_interval(
     return np.where(enough, low, np.nan), np.where(enough, high, np.nan)
 
 
+def ratio_above_one(
+    numerator: ArrayLike, denominator: ArrayLike, *, confidence: float = 0.95, n_boot: int = 2000, seed: int = 0
+) -> tuple[Estimate, float]:
+    """Test mean(numerator) / mean(denominator) over prompts against 1.
+
+    A studentised bootstrap over prompts of the log ratio, with its delta-method standard error. (A plain percentile
+    bootstrap is too sure of itself at few prompts.)
+
+    Parameters
+    ----------
+    numerator, denominator
+        Numbers that are not negative, ``[prompt]``.
+    confidence, n_boot, seed
+        Coverage, number of resamples, seed of the generator.
+
+    Returns
+    -------
+    estimate, p_value
+        The ratio with its interval (None where it is undefined), and the one-sided p-value of a ratio of 1 or less.
+
+    Examples
+    --------
+    >>> estimate, p_value = ratio_above_one([2.0, 2.2, 1.9, 2.1, 2.0], [1.0, 1.0, 1.0, 1.1, 1.0])
+    >>> round(estimate.value, 2), p_value < 0.05
+    (2.0, True)
+    """
+    pairs = np.stack([np.asarray(x, dtype=np.float64) for x in (numerator, denominator)], axis=1)  # [prompt, 2]
+    log_ratio, error = _log_ratio(pairs[None])
+    draws = [_log_ratio(pairs[rows]) for rows in _resamples(pairs.shape, n_boot, seed)]
+    logs, errors = (np.concatenate(x) for x in zip(*draws, strict=True))
+    means = pairs.mean(axis=0)
+    ratio = float(_ratio(means[:1], means[1:])[0])
+    if not np.isfinite(log_ratio[0]):  # a side or both of exactly zero, or infinite
+        if not log_ratio[0] > 0:
+            return Estimate(ratio), 1.0
+        return Estimate(ratio, (ratio, ratio)), float((1 + (~(logs > 0)).sum()) / (n_boot + 1))
+    if error[0] == 0:  # every prompt has the same ratio
+        return Estimate(ratio, (ratio, ratio)), 1.0 if ratio <= 1 else 1 / (n_boot + 1)
+    shift = logs - log_ratio[0]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        t = shift / errors
+    high_t, low_t = np.where(np.isnan(t), np.inf, t), np.where(np.isnan(t), -np.inf, t)
+    p_value = float((1 + (high_t >= log_ratio[0] / error[0]).sum()) / (n_boot + 1))
+    tail = (1 - confidence) / 2
+    with np.errstate(over="ignore"):
+        low = np.exp(log_ratio[0] - error[0] * np.quantile(high_t, 1 - tail, method="higher"))
+        high = np.exp(log_ratio[0] - error[0] * np.quantile(low_t, tail, method="lower"))
+    return Estimate(ratio, (float(low), float(high))), p_value
+
+
 def rule_of_three(n: int) -> float:
     """Return the upper 95 % confidence bound of a rate after zero events in `n` trials.
 
@@ -465,8 +515,8 @@ def _excess(
     p_values = np.full(len(counts), np.nan)
     for layer in np.flatnonzero(counts >= MIN_PROMPTS).tolist():
         present = ~np.isnan(local[:, layer])
-        ratios[layer], p_values[layer] = _test_ratio(
-            local[present, layer], floor[present, layer], confidence, n_boot, seed
+        ratios[layer], p_values[layer] = ratio_above_one(
+            local[present, layer], floor[present, layer], confidence=confidence, n_boot=n_boot, seed=seed
         )
     adjusted = holm(p_values)
     for layer, ratio in enumerate(ratios):
@@ -484,34 +534,6 @@ def _mean(x: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
     """Return the mean along an axis without its NaNs, NaN where nothing else is there."""
     present = ~np.isnan(x)
     return _ratio(np.where(present, x, 0.0).sum(axis=axis), present.sum(axis=axis).astype(np.float64))
-
-
-def _test_ratio(
-    local: NDArray[np.float64], floor: NDArray[np.float64], confidence: float, n_boot: int, seed: int
-) -> tuple[Estimate, float]:
-    """Test mean(local) / mean(floor) over prompts against 1; return the ratio and the one-sided p-value."""
-    pairs = np.stack([local, floor], axis=1)  # [prompt, 2]
-    log_ratio, error = _log_ratio(pairs[None])
-    draws = [_log_ratio(pairs[rows]) for rows in _resamples(pairs.shape, n_boot, seed)]
-    logs, errors = (np.concatenate(x) for x in zip(*draws, strict=True))
-    means = pairs.mean(axis=0)
-    ratio = float(_ratio(means[:1], means[1:])[0])
-    if not np.isfinite(log_ratio[0]):  # a floor, a local drift or both of exactly zero, or an infinite drift
-        if not log_ratio[0] > 0:
-            return Estimate(ratio), 1.0
-        return Estimate(ratio, (ratio, ratio)), float((1 + (~(logs > 0)).sum()) / (n_boot + 1))
-    if error[0] == 0:  # every prompt has the same ratio
-        return Estimate(ratio, (ratio, ratio)), 1.0 if ratio <= 1 else 1 / (n_boot + 1)
-    shift = logs - log_ratio[0]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        t = shift / errors
-    high_t, low_t = np.where(np.isnan(t), np.inf, t), np.where(np.isnan(t), -np.inf, t)
-    p_value = float((1 + (high_t >= log_ratio[0] / error[0]).sum()) / (n_boot + 1))
-    tail = (1 - confidence) / 2
-    with np.errstate(over="ignore"):
-        low = np.exp(log_ratio[0] - error[0] * np.quantile(high_t, 1 - tail, method="higher"))
-        high = np.exp(log_ratio[0] - error[0] * np.quantile(low_t, tail, method="lower"))
-    return Estimate(ratio, (float(low), float(high))), p_value
 
 
 def _log_ratio(pairs: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

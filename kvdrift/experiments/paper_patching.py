@@ -261,7 +261,7 @@ def _reading(sweep: Sweep, direction: str) -> list[str]:
             f"re-rolled it is {number(again)}, the rest being the two kernels' agreement"
         )
     elif math.isnan(lasting.low):
-        said.append("  one prompt gives no interval: take at least 8")
+        said.append("  too few prompts for an interval: take at least 8")
     else:
         said.append("  not even the donor's K/V at every step brings the recipient nearer")
     said.append("  a persistent residual patch recovers 1 by construction and proves nothing")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvdrift.drift.profile import bootstrap_interval
+from kvdrift.drift.profile import MIN_PROMPTS, ratio_above_one
 
 Array = NDArray[np.float64]
 
@@ -22,9 +22,12 @@ class Recovery:
         1: the donor's logits, bit for bit or nearly; 0: no better than the reference; negative: farther. NaN
         where nothing is left to recover (the reference is as good as the donor).
     low, high
-        95 % bootstrap interval over prompts; NaN with one prompt.
+        95 % interval from a studentised bootstrap over prompts (see `kvdrift.drift.profile.ratio_above_one`); NaN with
+        fewer than five.
+    p_value
+        One-sided, of a recovery of 0 or less; NaN likewise.
     standard_error
-        Standard error over prompts, from the bootstrap's jackknife counterpart (leave one prompt out); NaN with one.
+        Standard error over prompts, by the jackknife (leave one prompt out); NaN with one.
     per_prompt
         The same number prompt by prompt, ``[prompt]``.
     spread
@@ -38,6 +41,7 @@ class Recovery:
     value: float
     low: float
     high: float
+    p_value: float
     standard_error: float
     per_prompt: tuple[float, ...]
     spread: tuple[float, float]
@@ -78,14 +82,15 @@ def recovery(
     used = counted.any(axis=1)
     per_prompt = np.where(used, _one_minus_ratio(pairs), np.nan)
     if not used.any():
-        return Recovery(np.nan, np.nan, np.nan, np.nan, tuple(per_prompt), (np.nan, np.nan), name, 0)
-    low, high = bootstrap_interval(lambda x: _one_minus_ratio(x.sum(axis=1))[:, None], pairs[used])
+        return Recovery(np.nan, np.nan, np.nan, np.nan, np.nan, tuple(per_prompt), (np.nan, np.nan), name, 0)
+    low, high, p_value = _interval(pairs[used])
     each = 1 - _ratio(seeds[:, used].sum(axis=1), pairs[used, 1].sum())
     spread = (float(each.min()), float(each.max())) if len(each) > 1 else (np.nan, np.nan)
     return Recovery(
         value=float(_one_minus_ratio(pairs[used].sum(axis=0))),
-        low=float(low[0]),
-        high=float(high[0]),
+        low=low,
+        high=high,
+        p_value=p_value,
         standard_error=_jackknife(pairs[used]),
         per_prompt=tuple(float(x) for x in per_prompt),
         spread=spread,
@@ -98,10 +103,20 @@ def _one_minus_ratio(pairs: Array) -> Array:
     return 1 - _ratio(pairs[..., 0], pairs[..., 1])
 
 
-def _ratio(numerator: Array, denominator: Array | float) -> Array:
+def _ratio(numerator: Array | float, denominator: Array | float) -> Array:
     """The ratio, NaN where the denominator is zero."""
     numerator, denominator = np.broadcast_arrays(np.asarray(numerator, float), np.asarray(denominator, float))
     return np.divide(numerator, denominator, out=np.full(numerator.shape, np.nan), where=denominator != 0)
+
+
+def _interval(pairs: Array) -> tuple[float, float, float]:
+    """Interval and p-value of the pooled recovery: those of the ratio of reference to patched, turned round."""
+    if len(pairs) < MIN_PROMPTS or not pairs[:, 1].any():
+        return np.nan, np.nan, np.nan
+    ratio, p_value = ratio_above_one(pairs[:, 1], pairs[:, 0])
+    low, high = (np.nan, np.nan) if ratio.interval is None else (1 - _ratio(1.0, end) for end in ratio.interval)
+    low = -np.inf if ratio.interval is not None and ratio.interval[0] == 0 else low
+    return float(low), float(high), p_value
 
 
 def _jackknife(pairs: Array) -> float:

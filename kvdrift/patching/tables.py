@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
+from kvdrift.drift.profile import holm
+
 if TYPE_CHECKING:
     from kvdrift.patching.outcome import Outcomes
     from kvdrift.patching.spec import Cell
@@ -15,7 +17,7 @@ _STEP_METRICS = ("logit_l2", "kl", "flip", "identical", "unchanged", "moved", "s
 
 
 def cells(outcomes: Outcomes) -> pd.DataFrame:
-    """One row per cell."""
+    """One row per cell. ``p_holm`` adjusts the p-values for the number of cells that are not trivial."""
     rows = []
     for number, cell in enumerate(outcomes.cells):
         found, free, kl = outcomes.recovery(number), outcomes.free_recovery(number), outcomes.recovery(number, "kl")
@@ -28,6 +30,7 @@ def cells(outcomes: Outcomes) -> pd.DataFrame:
                 "recovery_low": found.low,
                 "recovery_high": found.high,
                 "recovery_se": found.standard_error,
+                "p_value": found.p_value,
                 "placebo_low": found.spread[0],
                 "placebo_high": found.spread[1],
                 "recovery_kl": kl.value,
@@ -45,7 +48,9 @@ def cells(outcomes: Outcomes) -> pd.DataFrame:
                 "trivial": outcomes.trivial(number),
             }
         )
-    return pd.DataFrame(rows)
+    table = pd.DataFrame(rows)
+    table.insert(list(table).index("p_value") + 1, "p_holm", holm(table["p_value"].where(~table["trivial"])))
+    return table
 
 
 def steps(outcomes: Outcomes) -> pd.DataFrame:

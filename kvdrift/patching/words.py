@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvdrift.drift.profile import MIN_PROMPTS
+
 if TYPE_CHECKING:
     from kvdrift.patching.factorial_result import Factorial
     from kvdrift.patching.outcome import Outcomes
@@ -26,12 +28,18 @@ NAMES = {
 }
 
 
+_REFERENCES = {"placebo": "noise at the same place", "unpatched": "no patch"}
+NOTHING_FOLLOWS = (
+    "no step follows the first write at step {first}: the text ended before it, or more new tokens are needed"
+)
+
+
 def headline(result: Outcomes) -> str:
     """Who is patched from whom, and over how much."""
-    n, steps = len(result.prompts), result.arrays["n_steps"]
+    n, steps = len(result.prompts), int(result.arrays["n_steps"].sum())
     return (
         f"{result.recipient.model} · {result.recipient.dtype} · {result.recipient.label} ← {result.donor.label} · "
-        f"{n} prompt{'s' * (n > 1)}, {int(steps.sum())} steps"
+        f"{n} prompt{'s' * (n != 1)}, {steps} step{'s' * (steps != 1)}"
     )
 
 
@@ -39,17 +47,15 @@ def patch_summary(result: PatchResult) -> str:
     """What one patch did, beside its controls."""
     lines = [headline(result), f"patch: {result.cells[0].label}"]
     if not result.counted().any():
-        first = result.cells[0].first
-        lines.append(f"no step follows the first write at step {first}: ask for more new tokens")
-        return "\n".join([*lines, *result.notes])
+        return "\n".join([*lines, *reading(result), *result.notes])
     roles = dict.fromkeys(arm.role for arm in result.arms)
     distances = [f"{NAMES[role]} {_spread(result.distance(role))}" for role in roles]
     lines.append("mean distance to the donor after the first write (centred logit L2): " + "; ".join(distances))
-    lines.append(f"recovery {number(result.recovery())} against the {result.reference()}s' distance")
+    found, plain = result.recovery(), result.recovery(against="unpatched")
     lines.append(
-        f"against no patch at all: {number(result.recovery(against='unpatched'))}; restored bit for bit at "
-        f"{result.restored():.0%} of {int(result.counted().sum())} steps; {result.flips()} of them pick another token "
-        f"than the donor ({result.flips(role='unpatched')} without the patch)"
+        f"recovery {number(found)} against {_REFERENCES[found.reference]}, {number(plain)} against no patch; "
+        f"restored bit for bit at {result.restored():.0%} of {int(result.counted().sum())} steps; {result.flips()} of "
+        f"them pick another token than the donor ({result.flips(role='unpatched')} without the patch)"
     )
     followed = {role: result.followed(role) for role in ("patched", "unpatched", result.reference())}
     if all(np.isfinite(x).all() for x in followed.values()):
@@ -60,27 +66,32 @@ def patch_summary(result: PatchResult) -> str:
 
 def reading(result: Outcomes, cell: int = 0) -> list[str]:
     """What the recovery of one cell does and does not show."""
+    if not result.counted(cell).any():
+        return [NOTHING_FOLLOWS.format(first=result.cells[cell].first)]
     if result.trivial(cell):
         return ["the donor's last residual is written at every step: recovery is 1 by construction and proves nothing"]
     found, plain = result.recovery(cell), result.recovery(cell, against="unpatched")
-    if math.isnan(found.value):
-        return ["nothing to recover: the reference has the donor's logits at every counted step"]
+    if math.isnan(plain.value):
+        return ["nothing to recover: without a patch the recipient has the donor's logits at every counted step"]
     said = []
-    if found.value == 1 and result.restored(cell) == 1:
+    if result.restored(cell) == 1:
         said.append("the patch gives the donor's logits bit for bit: what differs between the paths passes through it")
-    elif not plain.low > 0:
+    elif math.isnan(plain.low):
+        said.append(
+            f"fewer than {MIN_PROMPTS} prompts: whether the patch does more than chance, more of them must tell"
+        )
+    elif plain.low > 0:
+        said.append("the patch brings the recipient nearer to the donor than no patch does")
+    else:
         said.append(
             "the patch brings the recipient no nearer to the donor than no patch does"
             + (": what it gains on the placebo is the harm that noise does" if found.low > 0 else "")
-            + (" (one prompt has no interval)" if math.isnan(plain.low) else "")
         )
-    else:
-        said.append("the patch brings the recipient nearer to the donor than no patch does")
     if result.find("re-rolled patched", cell) and result.find("re-roll", cell):
         again = result.recovery(cell, role="re-rolled patched", against="re-roll")
         said.append(
-            f"with the recipient's sums re-rolled, patch against no patch is {number(again)}: what is missing from "
-            f"{plain.value:.2f} is the two paths' kernels agreeing, not what the patch carries"
+            f"with the recipient's sums re-rolled, the patch against no patch is {number(again)}: what that lacks of "
+            f"{plain.value:.2f} comes from the two paths' kernels rounding alike, not from what is written"
         )
     return said
 
@@ -121,23 +132,32 @@ def sweep_summary(sweep: Sweep) -> str:
     table = sweep.to_dataframe()
     known = table[table["recovery"].notna() & ~table["trivial"]]
     if known.empty:
-        return "\n".join([*lines, "no cell has a defined recovery: there is nothing to recover", *sweep.notes])
+        counted = any(sweep.counted(cell).any() for cell in range(len(sweep.cells)))
+        first = min(cell.first for cell in sweep.cells)
+        why = "without a patch there is nothing to recover" if counted else NOTHING_FOLLOWS.format(first=first)
+        return "\n".join([*lines, f"no cell has a defined recovery: {why}", *sweep.notes])
     for _, row in sweep.best(3).iterrows():
         if math.isnan(row["recovery"]):
             continue
         found = number(sweep.recovery(row["cell"]))
         lines.append(f"{row['label']}: {found}, restored at {row['restored']:.0%} of steps")
-    above = int((known["recovery_low"] > known["placebo_high"].fillna(0)).sum())
-    lines.append(
-        f"recovery is held against the {' or '.join(dict.fromkeys(known['reference']))}; in {above} of {len(known)} "
-        "cells the whole interval lies above zero and the placebos' spread (no correction for the number of cells)"
-        if len(sweep.prompts) > 1
-        else "one prompt: no interval, so no cell can be told from another by chance alone"
-    )
+    against = " or ".join(_REFERENCES[name] for name in dict.fromkeys(known["reference"]))
+    if known["p_holm"].notna().any():
+        above = int((known["p_holm"] < 0.05).sum())
+        lines.append(f"{above} of {len(known)} cells recover more than {against} with confidence (Holm over the cells)")
+    else:
+        lines.append(f"fewer than {MIN_PROMPTS} prompts: no cell can be told from {against} by more than its number")
+    silent = [cell for cell in known["cell"] if _changes_nothing(sweep, cell)]
+    if silent:
+        lines.append(f"{len(silent)} cells change no bit of the logits: what they write is what the recipient has")
     trivial = int(table["trivial"].sum())
     if trivial:
         lines.append(f"{trivial} left out, 1 by construction: the donor's last residual is written at every step")
     return "\n".join([*lines, *sweep.notes])
+
+
+def _changes_nothing(sweep: Sweep, cell: int) -> bool:
+    return bool((sweep.values("unchanged", "patched", cell)[0][sweep.counted(cell)] == 1).all())
 
 
 def sweep_dict(sweep: Sweep) -> dict[str, Any]:
@@ -160,13 +180,13 @@ def factorial_summary(result: Factorial) -> str:
     """The four distances in words, beside the whole and the placebo factor."""
     from kvdrift.patching.factorial_result import EDGES, PLACEBOS, WHOLE
 
-    n = len(result.prompts)
+    n, steps = len(result.prompts), int(result.counted.sum())
     lines = [
-        f"{result.on.model} · {result.on.dtype} · K/V state × kernel · {n} prompt{'s' * (n > 1)}, "
-        f"{int(result.counted.sum())} steps",
+        f"{result.on.model} · {result.on.dtype} · K/V state × kernel · {n} prompt{'s' * (n != 1)}, "
+        f"{steps} step{'s' * (steps != 1)}",
     ]
     if not result.counted.any():
-        return "\n".join([*lines, "no step follows the prompt: ask for two new tokens or more"])
+        return "\n".join([*lines, "no step follows the prompt: the text ended at once"])
     for pair, what in {WHOLE: f"{result.on.label} against {result.off.label}", **EDGES, **PLACEBOS}.items():
         distance, same = result.per_prompt(pair), result.per_prompt(pair, "identical")
         lines.append(
@@ -224,6 +244,7 @@ def recovery_dict(found: Recovery) -> dict[str, Any]:
         "value": _finite(found.value),
         "low": _finite(found.low),
         "high": _finite(found.high),
+        "p_value": _finite(found.p_value),
         "standard_error": _finite(found.standard_error),
         "per_prompt": [_finite(x) for x in found.per_prompt],
         "placebo_spread": [_finite(x) for x in found.spread],

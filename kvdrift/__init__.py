@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvdrift import experiments, models, views
+    from kvdrift.controls.fixed_shape import FixedShape, fixed_shape
     from kvdrift.controls.reroll import ReRoll
     from kvdrift.drift.compare import compare
     from kvdrift.drift.result import Drift
@@ -30,6 +31,7 @@ _HOMES = {
     "CacheOn": "paths.cache_on",
     "Drift": "drift.result",
     "Factorial": "patching.factorial_result",
+    "FixedShape": "controls.fixed_shape",
     "Patch": "patching.spec",
     "PatchResult": "patching.result",
     "ReRoll": "controls.reroll",
@@ -39,6 +41,7 @@ _HOMES = {
     "compare": "drift.compare",
     "experiments": "experiments",
     "factorial": "patching.factorial",
+    "fixed_shape": "controls.fixed_shape",
     "load": "models.load",
     "models": "models",
     "patch": "patching.patch",
@@ -54,6 +57,7 @@ __all__ = [
     "CacheOn",
     "Drift",
     "Factorial",
+    "FixedShape",
     "Patch",
     "PatchResult",
     "ReRoll",
@@ -63,6 +67,7 @@ __all__ = [
     "compare",
     "experiments",
     "factorial",
+    "fixed_shape",
     "load",
     "models",
     "patch",

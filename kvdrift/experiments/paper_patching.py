@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
 
 import numpy as np
 
-from kvdrift.errors import InputError
+from kvdrift.errors import FileError, InputError
 from kvdrift.models.load import load
 from kvdrift.patching.outcome import Outcomes
 from kvdrift.patching.result import Sweep
@@ -41,13 +42,19 @@ class PaperPatching:
     Attributes
     ----------
     on_from_off
-        Cache-ON patched from cache-OFF, as the paper does it.
+        Cache-ON patched from cache-OFF, as the paper does it; None if it was not run.
     off_from_on
-        Cache-OFF patched from cache-ON.
+        Cache-OFF patched from cache-ON; None if it was not run.
     """
 
-    on_from_off: Sweep
-    off_from_on: Sweep
+    on_from_off: Sweep | None = None
+    off_from_on: Sweep | None = None
+
+    @property
+    def sweeps(self) -> dict[str, Sweep]:
+        """Direction in words → its sweep, for those that were run."""
+        found = {words: getattr(self, name) for name, words in DIRECTIONS.items()}
+        return {words: sweep for words, sweep in found.items() if sweep is not None}
 
     def to_dataframe(self) -> Any:
         """One row per direction, schedule and condition; placebo, re-roll and the unpatched recipient are rows too.
@@ -59,8 +66,7 @@ class PaperPatching:
         import pandas as pd
 
         rows = []
-        for name, direction in DIRECTIONS.items():
-            sweep: Sweep = getattr(self, name)
+        for direction, sweep in self.sweeps.items():
             for place, schedule in enumerate(SCHEDULES):
                 first = place * len(CONDITIONS)
                 for offset, condition in enumerate(CONDITIONS):
@@ -73,9 +79,7 @@ class PaperPatching:
 
     def reading(self) -> list[str]:
         """What the table says about the paper's inference, in sentences."""
-        return [
-            sentence for name, direction in DIRECTIONS.items() for sentence in _reading(getattr(self, name), direction)
-        ]
+        return [sentence for direction, sweep in self.sweeps.items() for sentence in _reading(sweep, direction)]
 
     def summary(self) -> str:
         """The reading as one text."""
@@ -94,15 +98,39 @@ class PaperPatching:
         """Write both directions into a folder, one file each."""
         folder = FilePath(folder)
         for name in DIRECTIONS:
-            getattr(self, name).save(folder / f"{name}.safetensors")
+            if getattr(self, name) is not None:
+                getattr(self, name).save(folder / f"{name}.safetensors")
         return folder
 
     @classmethod
     def load(cls, folder: str | FilePath) -> PaperPatching:
-        """Read what `save` wrote."""
-        return cls(**{name: Sweep.load(FilePath(folder) / f"{name}.safetensors") for name in DIRECTIONS})
+        """Read what `save` wrote.
+
+        Raises
+        ------
+        FileError
+            If the folder holds neither direction, or a file is truncated or edited.
+        """
+        files = {name: FilePath(folder) / f"{name}.safetensors" for name in DIRECTIONS}
+        found = {name: Sweep.load(file) for name, file in files.items() if file.is_file()}
+        if not found:
+            raise FileError(f"{folder} holds no saved patching experiment; give the folder that `save` wrote.")
+        return cls(**found)
 
 
+CAME_BACK = 0.9
+"""From this recovery on a reading says that the donor's trajectory came back."""
+_ONCE = {
+    (
+        False,
+        False,
+    ): "neither the residual nor K/V, patched once, brings the donor's trajectory back: failing alike, the "
+    "one's failure says nothing about the other, and the paper's inference does not follow",
+    (False, True): "K/V patched once bring the donor's trajectory back and the residual does not, as the paper infers",
+    (True, False): "the residual patched once brings the donor's trajectory back and K/V do not, against the paper",
+    (True, True): "either of residual and K/V, patched once, brings the donor's trajectory back, against the paper",
+}
+"""What one-shot patches of (residual, K/V) show."""
 _CONTROLS = {
     "placebo (KV noise)": "placebo",
     "one ulp": "one ulp",
@@ -120,6 +148,7 @@ def paper_patching(
     *,
     max_new_tokens: int = 32,
     step: int | None = None,
+    directions: Iterable[str] = tuple(DIRECTIONS),
     placebos: int = 2,
     chat: bool = False,
     seed: int = 0,
@@ -143,6 +172,8 @@ def paper_patching(
         Steps per prompt.
     step
         Where one-shot patches are written; a quarter into the run by default.
+    directions
+        ``"on_from_off"`` (the paper's), ``"off_from_on"`` (slower: every arm recomputes the prefix), or both.
     placebos
         Noise placebos per cell.
     chat, seed, progress
@@ -157,7 +188,7 @@ def paper_patching(
     Raises
     ------
     InputError
-        If ``step`` leaves no step after it.
+        If ``step`` leaves no step after it, or a direction is none.
 
     Examples
     --------
@@ -180,9 +211,12 @@ def paper_patching(
     controlled = frozenset(place for place, cell in enumerate(cells) if cell.label.startswith("KV,"))
     sweeps: dict[str, Sweep] = {}
     recipients: dict[str, Path] = {"on_from_off": CacheOn(), "off_from_on": CacheOff()}
-    for name, recipient in recipients.items():
+    chosen = list(directions)
+    if not chosen or not set(chosen) <= set(recipients):
+        raise InputError(f"directions={chosen}: choose one or both of {', '.join(recipients)}.")
+    for name in chosen:
         setup = read(
-            loaded, prompts, donor=None, recipient=recipient, max_new_tokens=max_new_tokens, tokens=None,
+            loaded, prompts, donor=None, recipient=recipients[name], max_new_tokens=max_new_tokens, tokens=None,
             chat=chat, progress=progress,
         )  # fmt: skip
         kept = None if results is None else FilePath(results) / f"{name}.jsonl"
@@ -244,24 +278,16 @@ def _reading(sweep: Sweep, direction: str) -> list[str]:
     ]
     if all(_leaves_nothing(sweep, cells[f"{name}, one-shot"]) for name in once):
         said.append("  no bit of a one-shot patch is left after its step: a recipient without a cache keeps nothing")
-    elif not once["residual"].low > 0:
-        said.append(
-            "  a one-shot residual patch does not bring the donor's trajectory back, as the paper reports; "
-            + (
-                "nor does a one-shot K/V patch, so the failure of the first says nothing about the KV cache"
-                if not once["KV"].low > 0
-                else "a one-shot K/V patch does better"
-            )
-        )
-    if lasting.low > 0:
-        role = "re-rolled patched"
-        again = sweep.recovery(cells["KV, persistent"], role=role, against="re-roll")
-        said.append(
-            "  reading the donor's K/V at every step carries a real part of the way; with the recipient's sums "
-            f"re-rolled it is {number(again)}, the rest being the two kernels' agreement"
-        )
-    elif math.isnan(lasting.low):
+    else:
+        said.append("  " + _ONCE[tuple(found.value >= CAME_BACK for found in once.values())])
+    again = sweep.recovery(cells["KV, persistent"], role="re-rolled patched", against="re-roll")
+    if math.isnan(lasting.low):
         said.append("  too few prompts for an interval: take at least 8")
+    elif lasting.low > 0:
+        said.append(
+            "  reading the donor's K/V at every step brings the recipient nearer; with the recipient's sums re-rolled "
+            f"the gain is {number(again)}, so the rest of it is the two paths' kernels rounding alike"
+        )
     else:
         said.append("  not even the donor's K/V at every step brings the recipient nearer")
     said.append("  a persistent residual patch recovers 1 by construction and proves nothing")

@@ -79,7 +79,7 @@ class PaperPatching:
 
     def reading(self) -> list[str]:
         """What the table says about the paper's inference, in sentences."""
-        return [sentence for direction, sweep in self.sweeps.items() for sentence in _reading(sweep, direction)]
+        return [f"{words}: {sentence}" for words, sweep in self.sweeps.items() for sentence in _reading(sweep)]
 
     def summary(self) -> str:
         """The reading as one text."""
@@ -262,7 +262,7 @@ def _signature(sweep: Outcomes, cell: int, role: str) -> float:
     return float(known.mean()) if known.size else math.nan
 
 
-def _reading(sweep: Sweep, direction: str) -> list[str]:
+def _reading(sweep: Sweep) -> list[str]:
     cells = {cell.label: place for place, cell in enumerate(sweep.cells)}
 
     def gain(label: str) -> Any:
@@ -271,26 +271,26 @@ def _reading(sweep: Sweep, direction: str) -> list[str]:
     once = {name: gain(f"{name}, one-shot") for name in ("residual", "KV")}
     lasting = gain("KV, persistent")
     if math.isnan(lasting.value):
-        return [f"{direction}: the unpatched recipient has the donor's logits already; there is nothing to recover"]
+        return ["the unpatched recipient has the donor's logits already; there is nothing to recover"]
     said = [
-        f"{direction}, against no patch: residual once {number(once['residual'])}, K/V once {number(once['KV'])}, "
+        f"against no patch: residual once {number(once['residual'])}, K/V once {number(once['KV'])}, "
         f"K/V persistently {number(lasting)}"
     ]
     if all(_leaves_nothing(sweep, cells[f"{name}, one-shot"]) for name in once):
-        said.append("  no bit of a one-shot patch is left after its step: a recipient without a cache keeps nothing")
+        said.append("no bit of a one-shot patch is left after its step: a recipient without a cache keeps nothing")
     else:
-        said.append("  " + _ONCE[tuple(found.value >= CAME_BACK for found in once.values())])
+        said.append(_ONCE[tuple(found.value >= CAME_BACK for found in once.values())])
     again = sweep.recovery(cells["KV, persistent"], role="re-rolled patched", against="re-roll")
     if math.isnan(lasting.low):
-        said.append("  too few prompts for an interval: take at least 8")
+        said.append("too few prompts for an interval: take at least 8")
     elif lasting.low > 0:
         said.append(
-            "  reading the donor's K/V at every step brings the recipient nearer; with the recipient's sums re-rolled "
+            "reading the donor's K/V at every step brings the recipient nearer; with the recipient's sums re-rolled "
             f"the gain is {number(again)}, so the rest of it is the two paths' kernels rounding alike"
         )
     else:
-        said.append("  not even the donor's K/V at every step brings the recipient nearer")
-    said.append("  a persistent residual patch recovers 1 by construction and proves nothing")
+        said.append("not even the donor's K/V at every step brings the recipient nearer")
+    said.append("a persistent residual patch recovers 1 by construction and proves nothing")
     return said
 
 

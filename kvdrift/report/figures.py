@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -39,7 +39,7 @@ class Missing:
 
 @dataclass(frozen=True)
 class View:
-    """A view of one drift: the name of its function in `kvdrift.views`, a heading and how to read it."""
+    """A view of one result: the name of its function in `kvdrift.views`, a heading and how to read it."""
 
     name: str
     heading: str
@@ -88,20 +88,20 @@ FAMILIES = View(
 
 def drift_figures(drift: Drift, prefix: str) -> tuple[list[Figure], list[Missing]]:
     """All views that one drift supports, and the others with the reason."""
-    drawn: list[Figure] = []
-    missing: list[Missing] = []
-    for view in DRIFT_VIEWS:
-        result = _draw(view, f"{prefix}-{view.name}", partial(getattr(views, view.name), drift))
-        if isinstance(result, Figure):
-            drawn.append(result)
-        else:
-            missing.append(result)
-    return drawn, missing
+    return sort(
+        [draw(view, f"{prefix}-{view.name}", partial(getattr(views, view.name), drift)) for view in DRIFT_VIEWS]
+    )
+
+
+def sort(figures: Sequence[Figure | Missing]) -> tuple[list[Figure], list[Missing]]:
+    """Those that were drawn, and those that could not be."""
+    drawn = [figure for figure in figures if isinstance(figure, Figure)]
+    return drawn, [figure for figure in figures if isinstance(figure, Missing)]
 
 
 def families_figure(drifts: list[Drift]) -> Figure | Missing:
     """Growth of several drifts on one axis."""
-    return _draw(FAMILIES, "together-families", partial(views.families, drifts))
+    return draw(FAMILIES, "together-families", partial(views.families, drifts))
 
 
 def templates_json() -> str:
@@ -123,7 +123,8 @@ def script_safe(json_text: str) -> str:
     return json_text
 
 
-def _draw(view: View, figure_id: str, build: Callable[[], go.Figure]) -> Figure | Missing:
+def draw(view: View, figure_id: str, build: Callable[[], go.Figure]) -> Figure | Missing:
+    """Build one figure for the page; a refusal becomes the sentence that says why."""
     try:
         figure = build()
     except KvdriftError as reason:

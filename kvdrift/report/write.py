@@ -3,39 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jinja2
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from kvdrift.drift import summary
 from kvdrift.drift.result import Drift
 from kvdrift.errors import InputError
 from kvdrift.files import write_atomically
-from kvdrift.report import content
-from kvdrift.report.figures import Figure, Missing, drift_figures, families_figure, templates_json
+from kvdrift.report.figures import Figure, Missing, families_figure, templates_json
+from kvdrift.report.kinds import Kind, kind_of
+from kvdrift.report.parts import subject
 
 
-@dataclass(frozen=True)
-class Section:
-    """One result on the page."""
-
-    id: str
-    heading: str
-    what: str
-    tiles: list[content.Tile]
-    reading: list[str]
-    notes: list[str]
-    figures: list[Figure]
-    missing: list[Missing]
-    tables: list[content.Table]
-    provenance: list[content.Group]
-    command: str | None
-
-
-def write_report(path: str | Path, *results: Drift, title: str | None = None, command: str | None = None) -> Path:
+def write_report(path: str | Path, *results: Any, title: str | None = None, command: str | None = None) -> Path:
     """Write one self-contained HTML file: reading, figures, tables, provenance; no network is needed to see it.
 
     Parameters
@@ -43,8 +27,9 @@ def write_report(path: str | Path, *results: Drift, title: str | None = None, co
     path
         The file to write, atomically.
     results
-        One or several results of `kvdrift.compare`. A figure that the data do not support is replaced by the
-        sentence that says why.
+        Any mix of what `kvdrift.compare`, `kvdrift.patch`, `kvdrift.sweep`, `kvdrift.factorial` and
+        `kvdrift.experiments.paper_patching` return. A figure that the data do not support is replaced by the sentence
+        that says why.
     title
         Title of the document; by default made from the models and dtypes.
     command
@@ -73,27 +58,27 @@ def write_report(path: str | Path, *results: Drift, title: str | None = None, co
 
     if not results:
         raise InputError("write_report was given no result; give at least one, such as a Drift.")
-    for result in results:
-        if not isinstance(result, Drift):
-            raise InputError(
-                f"write_report was given a {type(result).__name__}; it takes what kvdrift.compare returns."
-            )
-    sections = [_section(result, number, command) for number, result in enumerate(results, start=1)]
-    together = [families_figure(list(results))] if len(results) > 1 else []
+    kinds = [_known(result) for result in results]
+    sections = []
+    for number, (kind, result) in enumerate(zip(kinds, results, strict=True), start=1):
+        section = kind.section(result, f"result-{number}")
+        sections.append(replace(section, heading=f"{number}. {section.heading}", command=command or section.command))
+    drifts = [result for result in results if isinstance(result, Drift)]
+    together = [families_figure(drifts)] if len(drifts) > 1 else []
     shared = [figure for figure in together if isinstance(figure, Figure)]
     page = (
         _environment()
         .get_template("template.html.j2")
         .render(
-            title=title or _title(results),
-            subtitle=summary.headline(results[0]) if len(results) == 1 else f"{len(results)} results",
+            title=title or _title(kinds, results),
+            subtitle=sections[0].what if len(results) == 1 else f"{len(results)} results",
             sections=sections,
             shared=shared,
             shared_missing=[figure for figure in together if isinstance(figure, Missing)],
             figures=[figure for section in sections for figure in section.figures] + shared,
             templates=Markup(templates_json()),
             plotlyjs=Markup(get_plotlyjs()),
-            glossary=content.GLOSSARY,
+            glossary=dict(pair for kind in kinds for pair in kind.glossary).items(),
             version=__version__,
         )
     )
@@ -114,26 +99,17 @@ def _environment() -> jinja2.Environment:
     )
 
 
-def _title(drifts: Sequence[Drift]) -> str:
-    return f"Cache drift of {' and '.join(dict.fromkeys(_name(drift) for drift in drifts))}"
+def _known(result: Any) -> Kind:
+    kind = kind_of(result)
+    if kind is None:
+        raise InputError(
+            f"write_report was given a {type(result).__name__}; it takes what kvdrift.compare, patch, sweep, factorial "
+            "and experiments.paper_patching return."
+        )
+    return kind
 
 
-def _name(drift: Drift) -> str:
-    return f"{summary.model_name(drift.a.model)} in {drift.a.dtype}"
-
-
-def _section(drift: Drift, number: int, command: str | None) -> Section:
-    drawn, missing = drift_figures(drift, f"result-{number}")
-    return Section(
-        id=f"result-{number}",
-        heading=f"{number}. {_name(drift)}",
-        what=summary.headline(drift),
-        tiles=content.tiles(drift),
-        reading=summary.reading(drift),
-        notes=list(drift.notes),
-        figures=drawn,
-        missing=missing,
-        tables=content.tables(drift),
-        provenance=content.provenance(drift),
-        command=command or drift.provenance.get("command"),
-    )
+def _title(kinds: Sequence[Kind], results: Sequence[Any]) -> str:
+    topics = " and ".join(dict.fromkeys(kind.topic for kind in kinds))
+    subjects = dict.fromkeys(subject(kind.path(result)) for kind, result in zip(kinds, results, strict=True))
+    return f"{topics[0].upper()}{topics[1:]} of {' and '.join(subjects)}"

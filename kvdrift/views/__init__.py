@@ -1,11 +1,27 @@
 """Figures: each takes result objects and returns a `plotly.graph_objects.Figure`; none shows it."""
 
+from kvdrift.views.factorial import factorial
 from kvdrift.views.families import families
 from kvdrift.views.growth import growth
 from kvdrift.views.kv_heads import kv_heads
 from kvdrift.views.kv_positions import kv_positions
 from kvdrift.views.layer_step import layer_step
 from kvdrift.views.precision import precision
+from kvdrift.views.recovery import recovery
+from kvdrift.views.recovery_curve import recovery_curve
 from kvdrift.views.tokens import tokens
+from kvdrift.views.trajectories import trajectories
 
-__all__ = ["families", "growth", "kv_heads", "kv_positions", "layer_step", "precision", "tokens"]
+__all__ = [
+    "factorial",
+    "families",
+    "growth",
+    "kv_heads",
+    "kv_positions",
+    "layer_step",
+    "precision",
+    "recovery",
+    "recovery_curve",
+    "tokens",
+    "trajectories",
+]

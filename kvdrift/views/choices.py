@@ -6,20 +6,18 @@ from typing import Any
 
 import numpy as np
 
-from kvdrift.drift.result import Drift
 from kvdrift.errors import InputError
-from kvdrift.views.words import escape, prompt_label
+from kvdrift.views.words import Prompted, escape, prompt_label
 
 MAX_CELLS = 200_000  # numbers drawn or held ready in one figure
 MAX_PROMPTS = 12
 
 
-def check_prompt(drift: Drift, prompt: int) -> None:
-    """Refuse a prompt number that this drift does not have."""
-    if not 0 <= prompt < len(drift.prompts):
-        raise InputError(
-            f"prompt={prompt} is out of range: this drift has {len(drift.prompts)} prompts, counted from 0."
-        )
+def check_prompt(result: Prompted, prompt: int) -> None:
+    """Refuse a prompt number that this result does not have."""
+    if not 0 <= prompt < len(result.prompts):
+        have = f"{len(result.prompts)} prompt{'s' * (len(result.prompts) != 1)}"
+        raise InputError(f"prompt={prompt} is out of range: this result has {have}, counted from 0.")
 
 
 def menu(name: str, labels: list[str], chosen: str, args: list[list[Any]]) -> dict[str, Any]:
@@ -33,21 +31,21 @@ def menu(name: str, labels: list[str], chosen: str, args: list[list[Any]]) -> di
     }
 
 
-def prompt_menu(drift: Drift, prompts: list[int], shown: int, args: list[list[Any]]) -> list[dict[str, Any]]:
+def prompt_menu(result: Prompted, prompts: list[int], shown: int, args: list[list[Any]]) -> list[dict[str, Any]]:
     """The dropdown of prompts, or none if there is only one to choose from."""
     if len(prompts) < 2:
         return []
-    labels = [escape(prompt_label(drift, p)) for p in prompts]
+    labels = [escape(prompt_label(result, p)) for p in prompts]
     return [menu("prompt", labels, labels[prompts.index(shown)], args)]
 
 
-def budget(drift: Drift, prompt: int, cells: int) -> tuple[list[int], int]:
+def budget(result: Prompted, prompt: int, cells: int) -> tuple[list[int], int]:
     """Which prompts a figure holds, and how far its longest axis is strided.
 
     All prompts, if there are at most `MAX_PROMPTS` and their cells (``cells`` each) stay within `MAX_CELLS`;
     else the one asked for, strided until it fits.
     """
-    prompts = list(range(len(drift.prompts)))
+    prompts = list(range(len(result.prompts)))
     if len(prompts) > MAX_PROMPTS or cells * len(prompts) > MAX_CELLS:
         return [prompt], max(1, -(-cells // MAX_CELLS))
     return prompts, 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import unicodedata
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from kvdrift.drift.summary import model_name, number
 if TYPE_CHECKING:
     from kvdrift.drift.result import Drift
     from kvdrift.models.architecture import LayerInfo
+    from kvdrift.models.labels import Prompt
 
 METRICS = {
     "rel_l2": "relative L2 drift, ‖a−b‖ / ‖b‖",
@@ -26,6 +27,14 @@ METRICS_SHORT = {
     "identical": "identical share",
 }  # fmt: skip
 VISIBLE_SPACE = {" ": "␣", "\n": "⏎", "\r": "␍", "\t": "⇥"}
+
+
+class Prompted(Protocol):
+    """Any result over prompts: a drift, a patched run, a factorial."""
+
+    @property
+    def prompts(self) -> tuple[Prompt, ...]:
+        """The prompts, first axis of every array."""
 
 
 def escape(text: str) -> str:
@@ -60,7 +69,9 @@ def cell_text(values: np.ndarray, zero: str = "0 (bit-identical)") -> np.ndarray
 
 
 def decade(exponent: int, factor: int = 1) -> str:
-    """A tick label such as 10⁻³, with real superscripts."""
+    """A tick label such as 10⁻³, with real superscripts; plain numbers from 1 to 500."""
+    if 0 <= exponent <= 2:
+        return str(factor * 10**exponent)
     power = f"10<sup>{str(exponent).replace('-', '−')}</sup>"
     return power if factor == 1 else f"{factor}·{power}"
 
@@ -105,9 +116,9 @@ def counts(drift: Drift) -> str:
     return f"{prompts} prompt{'s' * (prompts != 1)}, {many}{steps} counted step{'s' * (steps != 1)}"
 
 
-def prompt_label(drift: Drift, prompt: int, limit: int = 34) -> str:
+def prompt_label(result: Prompted, prompt: int, limit: int = 34) -> str:
     """Number and beginning of a prompt, not escaped."""
-    given = drift.prompts[prompt]
+    given = result.prompts[prompt]
     numbers = given.tokens == tuple(map(str, given.ids))  # a model without a tokenizer
     text = given.text or (" " if numbers else "").join(given.tokens)
     text = " ".join(text.split())

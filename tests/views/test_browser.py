@@ -213,3 +213,52 @@ def test_a_page_can_switch_between_light_and_dark(browser, drift):
     )
     assert set(colours) == {"rgb(230, 233, 239)"}
     assert errors(browser) == []
+
+
+def of_patching(made, name, dark=False):
+    """One figure of patching, with dropdowns where the view has them."""
+    if name == "factorial":
+        return views.factorial(made.factorial(), dark=dark)
+    if name == "trajectories":
+        return views.trajectories(made.patch_result(), dark=dark)
+    if name == "recovery_curve":
+        return views.recovery_curve(made.sweep(made.layer_cells(("k", "kv"), range(2), ("one_shot(3)",))), dark=dark)
+    if name == "recovery points":
+        return views.recovery(made.patch_result(), dark=dark)
+    cells = made.layer_cells(("resid_post", "kv"), range(6), ("one_shot(3)", "persistent"))
+    remains = [0.0 if cell.trivial(6) else 0.9 for cell in cells]
+    remains[2], remains[-1] = float("nan"), 0.3  # the best cell is persistent
+    return views.recovery(made.sweep(cells, remains), dark=dark)
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("name", ["recovery", "recovery points", "recovery_curve", "factorial", "trajectories"])
+def test_view_of_patching_is_drawn(browser, made, name, dark):
+    fig = of_patching(made, name, dark)
+    draw(browser, fig)
+    assert errors(browser) == []
+    assert browser.execute_script("return document.getElementById('gd').data.length") == len(fig.data)
+    background = browser.execute_script(
+        "return getComputedStyle(document.querySelector('#gd .main-svg')).backgroundColor"
+    )
+    assert background == ("rgb(21, 24, 30)" if dark else "rgb(255, 255, 255)")
+
+
+def test_dropdowns_of_patching_change_what_is_seen(browser, made):
+    seen = "return document.getElementById('gd').data.filter(t => t.visible === true && t.showlegend !== false"
+    draw(browser, of_patching(made, "recovery"))
+    press(browser, "panel", "one-shot at step 3")
+    names = browser.execute_script(f"{seen} && t.type === 'heatmap').map(t => t.name)")
+    assert names == ["recovery one-shot at step 3", "undefined one-shot at step 3"]
+    draw(browser, of_patching(made, "recovery_curve"))
+    press(browser, "cell", "3: kv, layers 1, one_shot(3)")
+    title = browser.execute_script("return document.querySelector('#gd .gtitle').textContent")
+    assert "Patch: kv, layers 1, one_shot(3)" in title
+    assert errors(browser) == []
+
+
+def test_hover_over_a_recovery_cell(browser, made):
+    draw(browser, of_patching(made, "recovery"))
+    text = hover_text(browser, 0, 5)
+    assert "resid_post at layer 5 (persistent)" in text
+    assert "proves nothing" in text

@@ -1,10 +1,6 @@
-"""What the page says about one drift besides its figures: tiles, tables, provenance."""
+"""The section of one drift: tiles, reading, figures, tables."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any
 
 import numpy as np
 
@@ -12,7 +8,9 @@ from kvdrift.drift import findings, summary
 from kvdrift.drift.profile import MIN_PROMPTS
 from kvdrift.drift.result import LOGIT_METRICS, Drift
 from kvdrift.drift.summary import number, times
-from kvdrift.provenance import prompt_hash
+from kvdrift.report import parts
+from kvdrift.report.figures import drift_figures
+from kvdrift.report.parts import Column, Group, Section, Table, Tile
 
 MAX_FLIPS = 300
 VISIBLE = str.maketrans({"\n": "⏎", "\r": "␍", "\t": "⇥"})
@@ -31,64 +29,23 @@ LOGIT_NAMES = {
     "tie_b": "exact ties, path b (share of steps)",
 }
 
-GLOSSARY = (
-    ("path", "One way to run the model over tokens. Path a is under test, path b is the reference."),
-    ("step", "One next-token prediction. Step 0 predicts from the prompt alone and is left out of statistics."),
-    ("drift", "The difference between the two paths at one place in the model, fed the same tokens."),
-    ("relative L2", "The length of the difference divided by the length of path b's vector."),
-    (
-        "local drift",
-        "What one layer makes by itself: both paths get bitwise the same inputs there. Drift starts at the first "
-        "layer where it is not zero.",
-    ),
-    (
-        "rounding floor",
-        "The drift of a path against itself with every sum added in another order. Above it means more than the "
-        "order of summation; that is not by itself a bug.",
-    ),
-    ("plateau", "The level that drift reaches in the last quarter of the layers."),
-    ("flip", "A step at which the two paths, fed the same tokens, would choose different next tokens."),
-    ("margin", "The distance between a path's best and second-best logit; an exact tie is a margin of zero."),
-    ("free divergence", "The first token that differs when each path feeds itself."),
-    ("KL", "How far the two predicted distributions lie apart, in nats."),
-)
 
-
-@dataclass(frozen=True)
-class Tile:
-    """One number to see first; ``tone`` is ``""``, ``"quiet"`` or ``"warn"``."""
-
-    label: str
-    value: str
-    detail: str
-    tone: str = ""
-
-
-@dataclass(frozen=True)
-class Column:
-    """A table's column: its heading, and whether it holds numbers."""
-
-    name: str
-    number: bool = True
-
-
-@dataclass(frozen=True)
-class Table:
-    """Rows of ready-made text; without rows, only the caption is shown."""
-
-    heading: str
-    caption: str
-    columns: tuple[Column, ...]
-    rows: list[list[str]]
-    open: bool = False
-
-
-@dataclass(frozen=True)
-class Group:
-    """A named block of provenance: ``(name, value)`` pairs."""
-
-    name: str
-    rows: list[tuple[str, str]]
+def section(drift: Drift, id: str) -> Section:
+    """Everything the page says about one drift."""
+    drawn, missing = drift_figures(drift, id)
+    return Section(
+        id=id,
+        heading=parts.subject(drift.a),
+        what=summary.headline(drift),
+        tiles=tiles(drift),
+        reading=summary.reading(drift),
+        notes=list(drift.notes),
+        figures=drawn,
+        missing=missing,
+        tables=tables(drift),
+        provenance=provenance(drift),
+        command=drift.provenance.get("command"),
+    )
 
 
 # --- tiles
@@ -228,24 +185,17 @@ def prompt_table(drift: Drift) -> Table:
     """One row per prompt: its hash, its length, what became of it."""
     kl = drift.values("logits", "kl") if drift.has("logits", "kl") else np.full(drift.measured.shape, np.nan)
     flips = [flip.prompt for flip in findings.flips(drift)]
-    rows = [
+    values = [
         [
-            str(p),
-            prompt_hash(prompt.ids),
-            str(len(prompt.ids)),
             str(int(drift.measured[p].sum())),
             number(findings.mean(kl[p][drift.counted[p]])),
             str(flips.count(p)),
             "none seen" if drift.free_divergence[p] is None else str(drift.free_divergence[p]),
-            _beginning(prompt.text if prompt.text is not None else "".join(prompt.tokens)),
         ]
-        for p, prompt in enumerate(drift.prompts)
+        for p in range(len(drift.prompts))
     ]
-    columns = (
-        Column("prompt"), Column("hash of its tokens", False), Column("tokens"), Column("steps"),
-        Column("KL, mean"), Column("flips"), Column("free divergence"), Column("text", False),
-    )  # fmt: skip
-    return Table("Prompts", "Equal hashes mean equal token ids.", columns, rows)
+    columns = (Column("steps"), Column("KL, mean"), Column("flips"), Column("free divergence"))
+    return parts.prompt_table(drift.prompts, columns, values)
 
 
 def layer_table(drift: Drift) -> Table:
@@ -296,67 +246,10 @@ def token_text(drift: Drift, token: int) -> str:
     return f"id {token}" if text is None or text == str(token) else f"“{text.translate(VISIBLE)}” ({token})"
 
 
-def _beginning(text: str, limit: int = 140) -> str:
-    flat = " ".join(text.split())
-    return flat if len(flat) <= limit else flat[: limit - 1] + "…"
-
-
-# --- provenance
-
-
 def provenance(drift: Drift) -> list[Group]:
-    """Everything the numbers depend on, as groups of names and values."""
-    groups = [
-        Group("paths", _path_rows(drift)),
-        Group("architecture", [("summary", str(drift.architecture))]),
-    ]
-    loose = {}
-    for name, value in drift.provenance.items():
-        if name == "command":
-            continue
-        if isinstance(value, dict):
-            groups.append(Group(_words(name), [(_words(key), _plain(item)) for key, item in value.items()]))
-        elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
-            for item in value:
-                groups.append(Group(_words(name), [(_words(key), _plain(x)) for key, x in item.items()]))
-        else:
-            loose[name] = value
-    if loose:
-        groups.append(Group("other", [(_words(name), _plain(value)) for name, value in loose.items()]))
+    """What the numbers depend on, the control's paths included."""
+    groups = parts.provenance({"a": drift.a, "b": drift.b}, drift.architecture, drift.provenance)
     if drift.control is not None:
-        groups.append(Group(f"control ({drift.control.a.dtype})", _path_rows(drift.control)))
-    return [group for group in groups if group.rows]
-
-
-def _path_rows(drift: Drift) -> list[tuple[str, str]]:
-    rows = []
-    for field in fields(drift.a):
-        a, b = (_plain(getattr(info, field.name)) for info in (drift.a, drift.b))
-        rows.append((_words(field.name), a if a == b else f"a: {a}; b: {b}"))
-    return rows
-
-
-def _words(name: str) -> str:
-    return str(name).replace("_", " ")
-
-
-def _plain(value: Any) -> str:
-    if value is None or value in ([], (), {}):
-        return "none"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, dict):
-        return "; ".join(f"{key} = {_plain(item)}" for key, item in value.items())
-    if isinstance(value, list | tuple) and _is_range(value):
-        return f"{value[0]} to {value[-1]}"
-    if isinstance(value, list | tuple):
-        return ", ".join(_plain(item) for item in value)
-    text = str(value)
-    return summary.model_name(text)
-
-
-def _is_range(values: Sequence[Any]) -> bool:
-    """Whether these are more than three whole numbers that follow each other."""
-    if len(values) < 4 or any(type(value) is not int for value in values):
-        return False
-    return list(values) == list(range(values[0], values[0] + len(values)))
+        rows = parts.path_rows({"a": drift.control.a, "b": drift.control.b})
+        groups.append(Group(f"control ({drift.control.a.dtype})", rows))
+    return groups

@@ -1,0 +1,59 @@
+"""The words a page uses, as the whole project uses them."""
+
+DRIFT = (
+    ("path", "One way to run the model over tokens. Path a is under test, path b is the reference."),
+    ("step", "One next-token prediction. Step 0 predicts from the prompt alone and is left out of statistics."),
+    ("drift", "The difference between the two paths at one place in the model, fed the same tokens."),
+    ("relative L2", "The length of the difference divided by the length of path b's vector."),
+    (
+        "local drift",
+        "What one layer makes by itself: both paths get bitwise the same inputs there. Drift starts at the first "
+        "layer where it is not zero.",
+    ),
+    (
+        "rounding floor",
+        "The drift of a path against itself with every sum added in another order. Above it means more than the "
+        "order of summation; that is not by itself a bug.",
+    ),
+    ("plateau", "The level that drift reaches in the last quarter of the layers."),
+    ("flip", "A step at which the two paths, fed the same tokens, would choose different next tokens."),
+    ("margin", "The distance between a path's best and second-best logit; an exact tie is a margin of zero."),
+    ("free divergence", "The first token that differs when each path feeds itself."),
+    ("KL", "How far the two predicted distributions lie apart, in nats."),
+)
+PATCHING = (
+    (
+        "patch",
+        "Writing the donor path's value into the recipient path at a site, for given layers, heads, positions and "
+        "steps.",
+    ),
+    ("donor", "The path whose values are written; distances are taken to its logits, on its tokens."),
+    ("recipient", "The path that is written into. Without a patch it is the unpatched recipient."),
+    (
+        "recovery",
+        "1 − d²(patched, donor) / d²(placebo, donor), d the centred L2 distance of the logits, summed over the steps "
+        "that follow. 1: the donor's logits; 0: no nearer than the placebo; negative: farther. Undefined where the "
+        "placebo has the donor's logits already. Hold it against what the unpatched recipient scores on that scale.",
+    ),
+    (
+        "placebo",
+        "What any patch is held against: the recipient with noise of equal norm at the same place, or a single entry "
+        "moved by one ulp.",
+    ),
+    ("one-shot", "The patch is written at one step only; what follows runs untouched."),
+    (
+        "persistent",
+        "The patch is written at every step of its window, from the donor's same step. A persistent patch of the last "
+        "residual recovers 1 by construction and proves nothing.",
+    ),
+    (
+        "factorial",
+        "K/V state × kernel: the one-token kernel or a full recompute, on cached or on recomputed K/V. It gives "
+        "no shares of the drift: a single entry moved by one ulp can score as much as the whole path, because drift "
+        "runs to a plateau whatever set it off.",
+    ),
+    (
+        "re-roll",
+        "A control: the same path with every sum added in another seeded order, and nothing written into it.",
+    ),
+)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvdrift.errors import SiteError
+from kvdrift.errors import InputError, SiteError
 from kvdrift.models.model import Model
 from kvdrift.patching.moment import Moment
 from kvdrift.patching.spec import Patch
@@ -25,8 +25,10 @@ class Absent:
 
     Attributes
     ----------
+    step
+        When.
     reason
-        ``"outside the window"`` or ``"not computed by the donor"``.
+        ``"outside the window"``, ``"not computed by the recipient"`` or ``"not computed by the donor"``.
     """
 
     site: str
@@ -117,10 +119,19 @@ def gather(
         What the recipient's cache holds before this step; None if it has none, or the patch only changes reads.
     step
         The step number, for the report of what is absent.
+
+    Raises
+    ------
+    InputError
+        If a cache shall be overwritten and there is none.
+    SiteError
+        If donor and recipient differ in shape.
     """
+    if patch.write == "cache" and held is None:
+        raise InputError("write='cache' needs a recipient with a cache, such as kd.CacheOn(); use write='read'.")
     blocks: list[Given] = []
     absent: list[Absent] = []
-    into_cache = patch.is_kv and patch.write != "read" and held is not None
+    into_cache = patch.is_kv and patch.write != "read" and patch.positions != "all" and held is not None
     for site in patch.sites:
         for layer in layers_of(model, patch, site):
             donor_rows, own_rows = donor.rows(site, layer), own.rows(site, layer)
@@ -134,19 +145,20 @@ def gather(
                 wanted = _row_positions(patch, own.position, own_rows)
             have = _shared(wanted, own_rows)
             both = _shared(have, donor_rows)
-            if isinstance(patch.positions, tuple) and len(both) < len(have):
-                lost = tuple(p for p in have if p not in both)
-                absent.append(Absent(site, layer, lost, step, "not computed by the donor"))
+            for wider, narrower, who in ((wanted, have, "recipient"), (have, both, "donor")):
+                if isinstance(patch.positions, tuple) and len(narrower) < len(wider):
+                    lost = tuple(p for p in wider if p not in narrower)
+                    absent.append(Absent(site, layer, lost, step, f"not computed by the {who}"))
             if not both:
                 continue
-            heads: Index = slice(None) if patch.heads is None else as_index(patch.heads)
-            mine = _at(own.values[site][layer], heads, slots(both, own_rows))
-            theirs = _at(donor.values[site][layer], heads, slots(both, donor_rows))
-            if mine.shape != theirs.shape:
+            mine, theirs = own.values[site][layer], donor.values[site][layer]
+            if (mine.shape[:-2], mine.shape[-1]) != (theirs.shape[:-2], theirs.shape[-1]):
                 raise SiteError(
                     f"{site!r} of layer {layer} has shape {list(theirs.shape)} in the donor, {list(mine.shape)} in the "
                     "recipient; patch between models of one shape."
                 )
+            heads: Index = slice(None) if patch.heads is None else as_index(patch.heads)
+            mine, theirs = _at(mine, heads, slots(both, own_rows)), _at(theirs, heads, slots(both, donor_rows))
             block = Block(site, layer, heads, both, theirs.to(mine.device, mine.dtype))
             blocks.append(Given(block, mine, into_cache))
     return blocks, absent

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvdrift.errors import InputError, SiteError
 from kvdrift.models.model import Model
+from kvdrift.patching.spec import Patch
 from kvdrift.paths.path import Run
 from kvdrift.tracing.finite import explain_nonfinite
 from kvdrift.tracing.sites import GLOBAL_SITES
@@ -138,7 +139,7 @@ class Recorded:
             index = (number, axes["layer"].index(layer))
         value = whole[layer][number] if isinstance(whole, dict) else whole[index]
         head_axis = axes.get("kv_head", axes.get("head"))
-        if head_axis is not None and head_axis != tuple(range(len(head_axis))):
+        if head_axis is not None and head_axis != tuple(range(self._n_heads(site, layer))):
             raise SiteError(f"The donor trace holds only some heads of {site!r}; record all of them.")
         if "position" not in axes:
             return value.unsqueeze(-2)[None].to(self.model.device), range(position, position + 1)
@@ -148,6 +149,39 @@ class Recorded:
         at = [axes["position"][int(i)] for i in kept]
         rows = value.index_select(-2, kept.to(value.device))
         return rows[None].to(self.model.device), at
+
+    def _n_heads(self, site: str, layer: int) -> int:
+        architecture = self.model.architecture
+        return architecture.n_heads if site in ("q", "z") else architecture.layers[layer].n_kv_heads
+
+
+def lacking(trace: Trace, patch: Patch, layers: dict[str, Sequence[int]]) -> str | None:
+    """What a trace would have to hold beside what it does, to be the donor of a patch; None if it holds all.
+
+    Parameters
+    ----------
+    trace, patch
+        The donor and the patch.
+    layers
+        Site → the layers that the patch writes.
+    """
+    prompt, last = len(trace.prompt.ids), len(trace.prompt.ids) + len(trace.fed) - 1
+    for site in patch.sites:
+        if site not in trace.sites:
+            return f"{site!r}"
+        axes = trace.axes(site)
+        missing = [layer for layer in layers[site] if layer not in axes.get("layer", (layer,))]
+        if missing:
+            return f"{site!r} of layer {', '.join(map(str, missing))}"
+        if "position" not in axes and not patch.is_kv and not patch.beyond_current:
+            continue
+        if isinstance(patch.positions, tuple):
+            wanted: Sequence[int] = patch.positions
+        else:
+            wanted = range(0 if patch.is_kv or patch.beyond_current else prompt, last)
+        if not set(wanted) <= set(axes.get("position", ())):
+            return f"{site!r} at some positions"
+    return None
 
 
 def _refuse_stranger(trace: Trace, model: Model, ids: Sequence[int]) -> None:

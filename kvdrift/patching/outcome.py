@@ -54,7 +54,7 @@ class Outcomes:
         construction); and per cell ``patched``; ``placebo`` (noise of the patch's norm at the patch's place);
         ``self-patch`` (the recipient's own values); ``one ulp`` (one entry moved by one ulp, once);
         ``re-rolled patched`` (the patch into a recipient with re-rolled sums); ``float32 donor`` (the patch from
-        the donor path in float32, or in float64 where the model runs in float32).
+        the donor path in float32; not where the model runs in float32 or wider).
     arrays
         ``logit_l2``, ``kl`` (nats, KL(donor‖arm)), ``flip`` (1 where the top-1 token is not the donor's),
         ``identical`` (1 where all logits equal the donor's bit for bit), ``unchanged`` (1 where they equal the
@@ -84,6 +84,7 @@ class Outcomes:
     notes: tuple[str, ...] = ()
     provenance: dict[str, Any] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
+    _recoveries: dict[tuple[Any, ...], Recovery] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     # --- what is in here
 
@@ -169,8 +170,14 @@ class Outcomes:
         """
         if metric not in METRICS:
             raise InputError(f"metric={metric!r}: recovery goes by {' or '.join(METRICS)}.")
-        power = 1 if metric == "kl" else 2
         reference = against or self.reference(cell)
+        key = (cell, metric, steps, role, reference)
+        if key not in self._recoveries:  # a table and a figure ask for the same bootstraps
+            self._recoveries[key] = self._recovery(*key)
+        return self._recoveries[key]
+
+    def _recovery(self, cell: int, metric: str, steps: str, role: str, reference: str) -> Recovery:
+        power = 1 if metric == "kl" else 2
         arm = (self.values(metric, role, cell) ** power).mean(axis=0)
         others = self.values(metric, reference, cell) ** power
         return recovery(arm, others, self.counted(cell, steps), reference)

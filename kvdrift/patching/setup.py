@@ -120,11 +120,17 @@ def read(
     traces = _traces(donor, len(labelled))
     path: Path
     if traces is not None:
-        path = recipient
+        path = _stand_in(traces[0], recipient)
     elif donor is None:
         path = CacheOn() if isinstance(recipient, CacheOff) else CacheOff()
     else:
         path = check_path(donor, "donor")
+    given_by, taken_by = (each.model or model for each in (path, recipient))
+    if given_by.vocab_size != taken_by.vocab_size:
+        raise InputError(
+            f"The donor's model has {given_by.vocab_size} tokens, the recipient's {taken_by.vocab_size}; use models of "
+            "one vocabulary."
+        )
     follow = _follow(model, tokens, traces, len(labelled))
     lengths = [max_new_tokens] * len(labelled)
     if traces is not None:
@@ -144,6 +150,14 @@ def _traces(donor: Any, n: int) -> tuple[Trace, ...] | None:
     if len(donor) != n or not all(isinstance(trace, Trace) for trace in donor):
         raise InputError(f"donor: give one kd.Trace per prompt ({n}), not {len(donor)} of something else or too many.")
     return tuple(donor)
+
+
+def _stand_in(trace: Trace, recipient: Path) -> Path:
+    """The path that a float32 donor takes beside a recorded one: of the same kind, as far as its label tells."""
+    for kind in (CacheOn, CacheOff):
+        if trace.path.label == kind.label:
+            return kind(model=recipient.model, attn=trace.path.attn)
+    return recipient
 
 
 def _follow(model: Model, tokens: Any, traces: tuple[Trace, ...] | None, n: int) -> tuple[list[int], ...] | None:

@@ -40,7 +40,8 @@ class Patch:
         A `Schedule` or its text; ``"persistent"`` by default.
     write
         For ``k``, ``v`` and ``kv``: ``"cache"`` overwrites the entries of the recipient's cache, which stay;
-        ``"read"`` changes what the kernel reads at that step only. By default ``"cache"`` where the recipient has one.
+        ``"read"`` changes what the kernel reads at that step only. By default ``"cache"`` where the recipient has
+        one (``"read"`` at ``positions="all"``: the current position is not in the cache yet).
 
     Raises
     ------
@@ -178,6 +179,7 @@ class Cell:
         """Whether the donor's logits follow by construction: its last residual is written at every step."""
         return any(
             patch.schedule.last is None
+            and patch.positions in (None, "current", "all")
             and (
                 patch.site == "final_norm"
                 or (patch.site == "resid_post" and (patch.layers is None or {-1, n_layers - 1} & set(patch.layers)))
@@ -194,7 +196,9 @@ def as_cell(patches: Patch | str | Iterable[Patch | str], label: str | None = No
     InputError
         If there is none, or something that is no patch.
     """
-    given = [patches] if isinstance(patches, (Patch, str)) else list(patches)
+    if isinstance(patches, (Patch, str)) or not isinstance(patches, Iterable):
+        patches = [patches]
+    given = list(patches)
     if not given:
         raise InputError("There is no patch; give at least one kd.Patch.")
     made = tuple(Patch(patch) if isinstance(patch, str) else patch for patch in given)

@@ -31,6 +31,7 @@ SHARED = -1
 """The number under which a ledger keeps the arms that all cells share."""
 TOGETHER = 64
 """At most so many cells step beside one donor run; then its next run serves the next ones."""
+NOTHING = np.zeros((0, 5), dtype=str)
 SHARE_OF_FREE_MEMORY = 0.25
 """The caches of the cells that step together may take so much of the free memory."""
 Controls = Literal["all", "shared", "none"]
@@ -183,6 +184,8 @@ def _prompt(
     """All cells over one prompt: those that are kept from before, and the others in groups."""
     missing = [cell for cell in range(len(cells)) if ledger.get(number, cell) is None]
     bar.update(len(cells) - len(missing))
+    for cell in range(len(cells)):
+        walk.recall((ledger.get(number, cell) or {}).get("absent", NOTHING))
     size = _together(setup, walk, number, len(cells))
     groups = [missing[i : i + size] for i in range(0, len(missing), size)]
     if not groups and ledger.get(number, SHARED) is None:
@@ -202,6 +205,8 @@ def _prompt(
         for cell, some in zip(group, own, strict=True):
             finished[number, cell] = _some(rows, slice(start, start + len(some)))
             start += len(some)
+        for cell in group[:1]:
+            finished[number, cell]["absent"] = walk.absent
         ledger.add(finished)
         bar.update(len(group))
     parts = [_known(ledger, number, SHARED), *(_known(ledger, number, cell) for cell in range(len(cells)))]

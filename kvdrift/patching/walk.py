@@ -15,10 +15,10 @@ from kvdrift.controls.control import Control
 from kvdrift.controls.precision import cast_copy
 from kvdrift.controls.reroll import ReRoll
 from kvdrift.drift.metrics import kl_divergence, logit_l2
-from kvdrift.errors import NonFiniteError
+from kvdrift.errors import NonFiniteError, SiteError
 from kvdrift.models.model import Model
-from kvdrift.patching.blocks import Absent, Given, check, gather, layers_of, moved
-from kvdrift.patching.moment import Live, Moment, Recorded
+from kvdrift.patching.blocks import Given, check, gather, layers_of, moved
+from kvdrift.patching.moment import Live, Moment, Recorded, lacking
 from kvdrift.patching.noise import generator, noisy, nudged
 from kvdrift.patching.outcome import Arm
 from kvdrift.patching.schedule import Schedule
@@ -94,7 +94,7 @@ class Walk:
         self.model = recipient.model or model
         self.donor_model = self.model if trace is not None else donor.model or model
         self._limits: dict[str, None] = {}
-        self._absent: dict[tuple[str, str, int], Absent] = {}
+        self._absent: dict[tuple[str, int, str], dict[int, int]] = {}
         self._reroll = ReRoll(plan.seed)
         self._bound = self._reroll.bind(self.model.hf) if plan.shared or plan.own else None
         self._wide: Model | None = None
@@ -113,12 +113,29 @@ class Walk:
     @property
     def notes(self) -> list[str]:
         """What could not be done, in sentences."""
-        absent = [
-            f"{site} of layer {layer}: positions named that are {reason} were not written, from step {lost.step} on "
-            f"({', '.join(map(str, lost.positions))})"
-            for (site, reason, layer), lost in self._absent.items()
-        ]
+        absent = []
+        for (site, layer, reason), since in sorted(self._absent.items()):
+            at = [f"{position} (step {step})" for position, step in sorted(since.items())]
+            absent.append(
+                f"{site} of layer {layer}: positions named that are {reason} were not written, each from the step "
+                f"given on: {', '.join(at)}"
+            )
         return [*self._limits, *absent]
+
+    @property
+    def absent(self) -> np.ndarray:
+        """Named positions that could not be written: text rows of site, layer, reason, position, first step."""
+        rows = [[*key, position, step] for key, since in self._absent.items() for position, step in since.items()]
+        return np.array(rows, dtype=str).reshape(-1, 5)
+
+    def recall(self, absent: np.ndarray) -> None:
+        """Take in what `absent` said when these cells ran."""
+        for site, layer, reason, position, step in absent.tolist():
+            self._report(site, int(layer), reason, int(position), int(step))
+
+    def _report(self, site: str, layer: int, reason: str, position: int, step: int) -> None:
+        since = self._absent.setdefault((site, layer, reason), {})
+        since[position] = min(step, since.get(position, step))
 
     # --- the arms
 
@@ -143,16 +160,28 @@ class Walk:
         return arms
 
     def check(self, cells: Sequence[Cell], n_prompt: int, n_steps: int) -> None:
-        """Refuse cells that this model and run do not have room for."""
+        """Refuse cells that this model and run do not have room for, or a donor that cannot give them."""
         for cell in cells:
             for patch in cell.patches:
                 check(patch, self.model, n_prompt + n_steps - 1, n_steps)
+                for site in patch.sites:
+                    given = self.donor_model.coverage.layers(site)
+                    missing = [layer for layer in layers_of(self.model, patch, site) if layer not in given]
+                    if missing:
+                        raise SiteError(
+                            f"The donor's model does not give {site!r} in layer {', '.join(map(str, missing))}; name "
+                            "layers that both models have."
+                        )
 
     def _full_sites(self) -> tuple[str, ...]:
         """The sites of the full patch; empty where the donor cannot give them, or in another dtype."""
         sites = tuple(s for s in ("resid_post", "final_norm") if s in self.model.coverage.sites)
-        if self.trace is not None and not set(sites) <= set(self.trace.sites):
+        layers: dict[str, Sequence[int]] = {site: self.model.coverage.layers(site) for site in sites}
+        if self.trace is not None and any(lacking(self.trace, Patch(site), layers) for site in sites):
             self._limits[f"no full patch: the donor trace holds no {' and '.join(sites)} at every layer"] = None
+            return ()
+        if any(self.donor_model.coverage.layers(site) != layers[site] for site in sites):
+            self._limits["no full patch: donor and recipient have different layers"] = None
             return ()
         if self.donor_model.dtype != self.model.dtype:
             self._limits["no full patch: donor and recipient run in different dtypes"] = None
@@ -264,6 +293,12 @@ class Walk:
         base = live(self.recipient, self.model)
         if self.trace is not None:
             recorded = Recorded(self.trace, self.model, ids)
+            for patch in patches:
+                missing = lacking(self.trace, patch, {site: layers_of(self.model, patch, site) for site in patch.sites})
+                if missing:
+                    raise SiteError(
+                        f"The donor trace lacks {missing}, and {patch} writes it; record it (K/V with positions='all')."
+                    )
             layers = {site: tuple(sorted(numbers)) for site, numbers in sites.items()}
 
             def give(number: int, token: int | None, tokens: Sequence[int], watch: bool) -> Moment:
@@ -276,8 +311,8 @@ class Walk:
 
         give_wide: Callable[..., Moment] | None = None
         if self._wide is not None and any(runner.arm.role == "float32 donor" for runner in runners):
-            path = self.recipient if self.trace is not None else self.donor
-            wide = live(replace(path, model=self._wide), self._wide)  # type: ignore[type-var]
+            path = self.donor if self.donor.model is None else replace(self.donor, model=self._wide)  # type: ignore[type-var]
+            wide = live(path, self._wide)
 
             def give_wide(number: int, token: int | None, tokens: Sequence[int], watch: bool) -> Moment:
                 return wide.step(token, tokens, watch)
@@ -303,6 +338,8 @@ class Walk:
         if not due and runner.controls is None and getattr(runner.run, "stateless", False):
             return own.logits, np.nan  # nothing is left of what was written before
         given = self._given(runner, due, number, source, own)
+        if runner.arm.role == "one ulp" and given:  # only what is nudged: other values would wash it out on the way
+            given = [given[int(torch.randint(len(given), (1,), generator=generator(runner.arm.seed, "one ulp")))]]
         blocks = self._content(runner, number, given)
         into_cache = [block for block, g in zip(blocks, given, strict=True) if g.into_cache]
         for block in into_cache:
@@ -328,7 +365,8 @@ class Walk:
             blocks, absent = gather(patch, self.model, own, source, held, number)
             found += blocks
             for lost in absent if runner.arm.role == "patched" else ():
-                self._absent.setdefault((lost.site, lost.reason, lost.layer), lost)
+                for position in lost.positions:
+                    self._report(lost.site, lost.layer, lost.reason, position, number)
         return found
 
     def _content(self, runner: _Runner, number: int, given: Sequence[Given]) -> list[Block]:
@@ -343,12 +381,7 @@ class Walk:
                 for site, layer in [(g.block.site, g.block.layer)]
             ]
         if role == "one ulp":
-            chosen = int(torch.randint(max(len(given), 1), (1,), generator=generator(seed, "one ulp")))
-            random = generator(seed, "entry")
-            return [
-                replace(g.block, value=nudged(g.own, random) if place == chosen else g.own)
-                for place, g in enumerate(given)
-            ]
+            return [replace(g.block, value=nudged(g.own, generator(seed, "entry"))) for g in given]
         return [g.block for g in given]
 
 

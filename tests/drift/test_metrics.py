@@ -15,6 +15,7 @@ from kvdrift.drift.metrics import (
     LOGIT_METRICS,
     SITE_METRICS,
     kl_divergence,
+    logit_l2,
     logit_metrics,
     relative_l2,
     site_metrics,
@@ -485,6 +486,38 @@ def test_logit_l2_ignores_a_common_shift(values: list[tuple[int, int]], shift: i
     assert moved["kl"] == pytest.approx(m["kl"], rel=1e-9, abs=1e-28)
     assert one(logit_metrics(b + 4, b))["logit_l2"] == 0
     assert one(logit_metrics(b + 4, b))["logit_max"] == 4
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_logit_l2_alone_is_the_one_among_the_logit_metrics(dtype: torch.dtype) -> None:
+    a, b = pair(dtype, 3, 20)
+    a[1], b[2, :4], a[2, :4] = b[1], -INF, -INF
+    assert torch.equal(logit_l2(a, b), logit_metrics(a, b)["logit_l2"])
+    assert logit_l2(a, b)[1] == 0
+    for row in (0, 2):
+        xs, ys = ([Fraction(float(v)) for v in t[row].double() if v != -INF] for t in (a, b))
+        deltas = [x - y for x, y in zip(xs, ys, strict=True)]
+        mean = sum(deltas) / len(deltas)
+        expected = float(exact_root(sum((d - mean) ** 2 for d in deltas)))
+        assert float(logit_l2(a, b)[row]) == pytest.approx(expected, rel=1e-13)
+
+
+def test_logit_l2_alone_of_rows_that_are_not_numbers() -> None:
+    a = torch.tensor([[NAN, 1.0], [INF, 1.0], [-INF, -INF], [-INF, 1.0], [1.0, 2.0]])
+    b = torch.tensor([[0.0, 1.0]] * 5)
+    got = logit_l2(a, b)
+    assert got[:3].isnan().all()
+    assert got[3:].tolist() == [INF, 0.0]
+    assert got.dtype == torch.float64
+    assert float(logit_l2(a[4].half(), b[4])) == 0, "other dtypes are compared by value"
+    assert float(logit_l2(a[4, :1], b[4, :1])) == 0, "a vocabulary of one token"
+
+
+def test_logit_l2_alone_refuses() -> None:
+    with pytest.raises(InputError, match="vocabulary"):
+        logit_l2(torch.zeros(3, 0), torch.zeros(3, 0))
+    with pytest.raises(InputError, match="float8"):
+        logit_l2(torch.zeros(3).to(torch.float8_e5m2), torch.zeros(3).to(torch.float8_e5m2))
 
 
 @pytest.mark.cuda

@@ -1,0 +1,371 @@
+"""`kd.sweep`: each cell's numbers in any order, company, subset and session; its axes; its results file."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+import kvdrift as kd
+from kvdrift.errors import FileError, InputError, SiteError
+from kvdrift.patching import sweep as module
+from kvdrift.patching.outcome import Arm
+
+PROMPT = [5, 9, 100, 33, 7, 8, 250, 301, 12, 44]  # longer than the windows of 8
+ON, OFF = kd.CacheOn(), kd.CacheOff()
+METRICS = ("logit_l2", "kl", "flip", "identical", "unchanged", "moved", "signature", "top1")
+CELLS = [
+    kd.Patch("kv", layers=1, schedule="one_shot(2)"),
+    kd.Patch("resid_post", layers=2),
+    [kd.Patch("k", 0, 1), kd.Patch("v", 3, positions=[0, 4, 9])],
+    kd.Patch("v", positions=[1], schedule="window(1, 3)"),
+    kd.Patch("z", 1, [0, 3], schedule="one_shot(3)"),
+]  # fmt: skip
+
+
+def sweep(model, prompt=PROMPT, **options):
+    return kd.sweep(model, prompt, **{"max_new_tokens": 4, "progress": False} | options)
+
+
+def rows(found, arm):
+    return {name: found.arrays[name][:, found.arms.index(arm)] for name in METRICS}
+
+
+def same_cell(one, cell, two, other):
+    """The arms of a cell have the same numbers in two sweeps."""
+    mine = [arm for arm in one.arms if arm.cell == cell]
+    theirs = [arm for arm in two.arms if arm.cell == other]
+    assert [(arm.role, arm.seed) for arm in mine] == [(arm.role, arm.seed) for arm in theirs]
+    for arm, twin in zip(mine, theirs, strict=True):
+        for name, values in rows(one, arm).items():
+            np.testing.assert_array_equal(values, rows(two, twin)[name], err_msg=f"{arm} {name}")
+
+
+def same(one, two):
+    assert one.arms == two.arms
+    assert one.notes == two.notes
+    assert sorted(one.arrays) == sorted(two.arrays)
+    for name, array in one.arrays.items():
+        assert array.dtype == two.arrays[name].dtype, name
+        np.testing.assert_array_equal(array, two.arrays[name], err_msg=name)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model):
+    return tiny_model("mistral")
+
+
+@pytest.fixture(scope="module")
+def whole(model):
+    return sweep(model, patches=CELLS, placebos=2, controls="all")
+
+
+def test_a_cell_has_the_numbers_that_it_has_alone(model, whole):
+    for number in range(len(CELLS)):
+        alone = sweep(model, patches=[CELLS[number]], placebos=2, controls="all")
+        same_cell(whole, number, alone, 0)
+
+
+def test_a_cell_has_the_numbers_of_kd_patch(model, whole):
+    for number in (0, 2):
+        patch = kd.patch(model, PROMPT, CELLS[number], max_new_tokens=4, placebos=2, progress=False)
+        for arm in (arm for arm in whole.arms if arm.cell == number):
+            for name, values in rows(whole, arm).items():
+                place = patch.arms.index(Arm(arm.role, 0, arm.seed))
+                np.testing.assert_array_equal(values, patch.arrays[name][:, place], err_msg=f"{arm} {name}")
+
+
+def test_order_and_subset_do_not_matter(model, whole):
+    order = [3, 0, 4]
+    some = sweep(model, patches=[CELLS[i] for i in order], placebos=2, controls="all")
+    for place, number in enumerate(order):
+        same_cell(whole, number, some, place)
+    fewer = sweep(model, patches=CELLS[::-1], placebos=1, controls="none")
+    for number in range(len(CELLS)):
+        for role, seed in (("patched", None), ("placebo", 0)):
+            for name in METRICS:
+                np.testing.assert_array_equal(
+                    rows(whole, Arm(role, number, seed))[name], rows(fewer, Arm(role, 4 - number, seed))[name]
+                )
+
+
+@pytest.mark.parametrize("together", [1, 3])
+def test_how_many_step_together_does_not_matter(together, model, whole, monkeypatch):
+    monkeypatch.setattr(module, "TOGETHER", together)
+    same(sweep(model, patches=CELLS, placebos=2, controls="all"), whole)
+
+
+@pytest.mark.parametrize("recipient", [ON, OFF], ids=["on", "off"])
+def test_two_prompts_and_both_directions(recipient, tiny_model, monkeypatch):
+    model, prompts = tiny_model("llama"), [PROMPT, [7, 8]]
+    options = {"sites": ["kv", "resid_mid"], "layers": [0, 3], "recipient": recipient, "max_new_tokens": 3}
+    together = sweep(model, prompts, **options)
+    monkeypatch.setattr(module, "TOGETHER", 1)
+    same(sweep(model, prompts, **options), together)
+    for number, prompt in enumerate(prompts):
+        alone = sweep(model, prompt, **options)
+        for name in METRICS:
+            np.testing.assert_array_equal(together.arrays[name][number], alone.arrays[name][0], err_msg=name)
+
+
+# --- the results file
+
+
+def calls_of(monkeypatch, stop=None):
+    """Count the walks, and be interrupted at one of them."""
+    native, calls = module.one_prompt, []
+
+    def counted(*arguments, **options):
+        calls.append(1)
+        if len(calls) == stop:
+            raise KeyboardInterrupt
+        return native(*arguments, **options)
+
+    monkeypatch.setattr(module, "one_prompt", counted)
+    return calls
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3])
+def test_an_interrupted_sweep_goes_on_where_it_was(stop, model, whole, monkeypatch, tmp_path, hooks):
+    path = tmp_path / "sweep.jsonl"
+    options = {"patches": CELLS, "placebos": 2, "controls": "all", "results": path}
+    monkeypatch.setattr(module, "TOGETHER", 2)
+    with monkeypatch.context() as patched:
+        calls_of(patched, stop)
+        with pytest.raises(KeyboardInterrupt):
+            sweep(model, **options)
+    assert not hooks(model.hf)
+    assert len(path.read_text().splitlines()) == 1 + (2 * (stop - 1) + 1 if stop > 1 else 0)
+    calls = calls_of(monkeypatch)
+    same(sweep(model, **options), whole)
+    assert len(calls) == 3 - (stop - 1)
+    calls.clear()
+    same(sweep(model, **options), whole)
+    assert not calls, "nothing is left to run"
+
+
+def test_a_file_that_was_cut_off_anywhere(model, tmp_path):
+    path = tmp_path / "sweep.jsonl"
+    options = {"patches": CELLS, "placebos": 1, "controls": "none", "results": path}
+    whole = sweep(model, **options)
+    content = path.read_bytes()
+    head = content.index(b"\n") + 1
+    for cut in (head, head + 40, len(content) // 2, len(content) - 1):
+        path.write_bytes(content[:cut])
+        same(sweep(model, **options), whole)
+        assert len(path.read_bytes().splitlines()) == len(content.splitlines())
+
+
+@pytest.mark.parametrize("where", ["bar", "step"])
+def test_an_interruption_in_the_bar_or_a_step(where, model, monkeypatch, tmp_path, hooks):
+    options = {"patches": CELLS, "placebos": 1, "controls": "shared"}
+    whole = sweep(model, **options)
+    options["results"] = tmp_path / "sweep.jsonl"
+    monkeypatch.setattr(module, "TOGETHER", 2)
+    calls = itertools.count()
+
+    class Bar(module.tqdm):
+        def update(self, n=1):
+            super().update(n)
+            if n > 1:
+                raise KeyboardInterrupt
+
+    def interrupt(*_):
+        if next(calls) == 50:
+            raise KeyboardInterrupt
+
+    handle = model.hf.model.layers[2].register_forward_hook(interrupt) if where == "step" else None
+    with monkeypatch.context() as patched:
+        if where == "bar":
+            patched.setattr(module, "tqdm", Bar)
+        with pytest.raises(KeyboardInterrupt):
+            sweep(model, **options)
+    if handle is not None:
+        handle.remove()
+    assert not hooks(model.hf)
+    assert len(options["results"].read_text().splitlines()) in (4, 6), "finished groups are kept"
+    same(sweep(model, **options), whole)
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        ({"seed": 1}, "seed"),
+        ({"placebos": 1}, "placebos"),
+        ({"controls": "none"}, "controls"),
+        ({"patches": CELLS[:2]}, "cells"),
+        ({"prompt": PROMPT[1:]}, "prompts"),
+        ({"max_new_tokens": 5}, "lengths"),
+        ({"tokens": [3, 1, 4, 1]}, "tokens"),
+        ({"recipient": kd.CacheOn(prefill_chunk=None, label="mine")}, "recipient"),
+        ({"recipient": OFF}, "recipient, donor"),
+        ({"donor": kd.CacheOff(controls=(kd.ReRoll(1),))}, "donor"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_a_file_of_another_sweep_is_refused_by_name(change, names, model, tmp_path, hooks):
+    path = tmp_path / "sweep.jsonl"
+    options = {"patches": [CELLS[4]], "placebos": 2, "controls": "all", "results": path}
+    sweep(model, **options)
+    before = path.read_bytes()
+    with pytest.raises(FileError, match=f"it differs in {names}.; choose another file"):
+        sweep(model, **options | change)
+    assert path.read_bytes() == before
+    assert not hooks(model.hf)
+
+
+def test_a_file_of_another_model_or_of_something_else_is_refused(model, tiny_model, tmp_path):
+    path = tmp_path / "sweep.jsonl"
+    options = {"patches": [CELLS[4]], "results": path, "placebos": 0, "controls": "none"}
+    sweep(model, **options)
+    with pytest.raises(FileError, match="weights"):
+        sweep(tiny_model("mistral", seed=1), **options)
+    path.write_text("my thesis\n")
+    with pytest.raises(FileError, match="not a results file"):
+        sweep(model, **options)
+    assert path.read_text() == "my thesis\n"
+
+
+def test_the_file_is_json_lines(model, tmp_path):
+    path = tmp_path / "sweep.jsonl"
+    sweep(model, patches=CELLS[:2], results=path)
+    head, *lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert head["kvdrift"] == "sweep"
+    assert [(line["prompt"], line["cell"]) for line in lines] == [(0, -1), (0, 0), (0, 1)]
+
+
+# --- notes
+
+
+def test_what_a_window_has_evicted_is_reported_whatever_ran_before(model, monkeypatch, tmp_path):
+    options = {"sites": "k", "layers": [1], "over": ["layer", "position"], "positions": [0, 3, 9]}
+    once = sweep(model, **options)
+    (note,) = [note for note in once.notes if "outside the window" in note]
+    assert "0 (step 1)" in note
+    assert "3 (step 2)" in note
+    monkeypatch.setattr(module, "TOGETHER", 1)
+    same(sweep(model, **options), once)
+    with monkeypatch.context() as patched:
+        calls_of(patched, 3)
+        with pytest.raises(KeyboardInterrupt):
+            sweep(model, **options, results=tmp_path / "sweep.jsonl")
+    same(sweep(model, **options, results=tmp_path / "sweep.jsonl"), once)
+    same(sweep(model, **options, results=tmp_path / "sweep.jsonl"), once)
+
+
+# --- axes
+
+
+def places(found):
+    return [(p.site, p.layers, p.heads, p.positions, str(p.schedule)) for c in found.cells for p in c.patches]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (
+            {"sites": ["k", "resid_post"]},
+            [(s, (x,), None, None, "persistent") for s in ("k", "resid_post") for x in range(4)],
+        ),
+        ({"sites": "k", "layers": [-1, 1]}, [("k", (x,), None, None, "persistent") for x in (3, 1)]),
+        ({"sites": "embed"}, [("embed", None, None, None, "persistent")]),
+        ({"sites": "kv", "over": "head"}, [("kv", None, (h,), None, "persistent") for h in range(2)]),
+        ({"sites": "q", "over": "head", "layers": 2}, [("q", (2,), (h,), None, "persistent") for h in range(8)]),
+        ({"sites": "k", "over": "head", "heads": [1]}, [("k", None, (1,), None, "persistent")]),
+        (
+            {"sites": "v", "over": ("layer", "head"), "layers": [0, 2]},
+            [("v", (x,), (h,), None, "persistent") for x in (0, 2) for h in range(2)],
+        ),
+        ({"sites": "k", "over": "position", "layers": 1}, [("k", (1,), None, (p,), "persistent") for p in range(10)]),
+        (
+            {"sites": "k", "over": "position", "positions": [4, 2]},
+            [("k", None, None, (p,), "persistent") for p in (4, 2)],
+        ),
+        ({"sites": "kv", "over": "step"}, [("kv", None, None, None, f"one_shot({s})") for s in range(1, 4)]),
+        (
+            {"sites": "kv", "over": ["step", "layer"], "steps": [1, 3], "layers": [2]},
+            [("kv", (2,), None, None, f"one_shot({s})") for s in (1, 3)],
+        ),
+        (
+            {"sites": "z", "layers": [1], "schedule": ["persistent", "one_shot(2)"]},
+            [("z", (1,), None, None, s) for s in ("persistent", "one_shot(2)")],
+        ),
+    ],
+)  # fmt: skip
+def test_the_cells_of_an_axis(options, expected, tiny_model):
+    found = sweep(tiny_model("llama"), **options, placebos=0, controls="none", max_new_tokens=5)
+    assert places(found) == expected
+    table = found.to_dataframe()
+    assert len(table) == len(expected)
+    for row, (site, layers, heads, positions, schedule) in zip(table.to_dict("records"), expected, strict=True):
+        assert row["site"] == site
+        for name, single in (("layer", layers), ("head", heads), ("position", positions)):
+            assert (row[name] == single[0]) if single else row[name] is None or np.isnan(row[name])
+        assert row["schedule"] == kd.Schedule.parse(schedule).kind
+    over = options.get("over", "layer")
+    assert found.over == ((over,) if isinstance(over, str) else tuple(over))
+
+
+def test_layers_and_heads_are_those_that_a_model_has(tiny_model):
+    assert [p[1] for p in places(sweep(tiny_model("lfm2"), sites="kv", max_new_tokens=3))] == [(1,), (3,)]
+    mqa = sweep(tiny_model("llama-mqa"), sites=["kv", "q"], over="head", layers=0, max_new_tokens=3)
+    assert [p[:3] for p in places(mqa)] == [("kv", (0,), (0,)), *(("q", (0,), (h,)) for h in range(8))]
+    mamba = sweep(tiny_model("mamba"), sites="resid_post", max_new_tokens=3)
+    assert len(mamba.cells) == 4
+
+
+def test_trivial_cells_are_not_the_best(tiny_model):
+    found = sweep(tiny_model("llama"), sites=["resid_post", "v"])
+    table = found.to_dataframe()
+    assert table["trivial"].tolist() == [False] * 3 + [True] + [False] * 4
+    assert table["recovery"][3] == 1
+    assert 3 not in found.best(8)["cell"].tolist()
+
+
+def test_a_saved_trace_serves_a_sweep(tiny_model):
+    model = tiny_model("llama")
+    trace = kd.record(
+        model, PROMPT, path=OFF, sites=["resid_post", "final_norm", "k", "v", "logits"], positions="all",
+        max_new_tokens=5, progress=False,
+    )  # fmt: skip
+    live, saved = (sweep(model, donor=donor, layers=[0, 2]) for donor in (OFF, trace))
+    same(live, saved)
+    with pytest.raises(SiteError, match="lacks 'q'"):
+        sweep(model, donor=trace, sites="q")
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"over": "token"}, InputError, "choose one or several of layer, head, position, step"),
+        ({"over": []}, InputError, "choose one or several"),
+        ({"over": ["layer", "layer"]}, InputError, "each once"),
+        ({"over": "head", "sites": "resid_post"}, InputError, "'resid_post' has no heads"),
+        ({"over": "position", "positions": "all"}, InputError, "absolute positions"),
+        ({"over": "position", "positions": [99], "sites": "k"}, SiteError, "positions 0 to 12"),
+        ({"over": "step", "schedule": "one_shot(2)"}, InputError, "cannot be combined with schedule"),
+        ({"over": "step", "steps": [0]}, InputError, "steps start from 1"),
+        ({"over": "step", "steps": [4]}, SiteError, "steps 0 to 3"),
+        ({"over": "step", "steps": []}, InputError, "There is no cell"),
+        ({"steps": [1]}, InputError, "steps= is for over='step'"),
+        ({"sites": []}, InputError, "There is no cell"),
+        ({"schedule": []}, InputError, "There is no cell"),
+        ({"patches": []}, InputError, "There is no cell"),
+        ({"patches": [[]]}, InputError, "There is no patch"),
+        ({"patches": [3]}, InputError, "3 is no patch"),
+        ({"layers": [4]}, SiteError, "no layer 4"),
+        ({"sites": "k", "heads": [2]}, SiteError, "KV heads 0 to 1"),
+        ({"sites": "pattern"}, SiteError, "cannot be patched"),
+        ({"schedule": "sometimes"}, InputError, "schedule='sometimes'"),
+        ({"placebos": -1}, InputError, "placebos=-1"),
+        ({"controls": True}, InputError, "choose 'all', 'shared' or 'none'"),
+        ({"max_new_tokens": 1}, InputError, "give 2 or more"),
+        ({"sites": "kv", "write": "cache", "recipient": OFF}, InputError, "needs a recipient with a cache"),
+    ],
+)
+def test_bad_arguments_are_one_sentence(options, error, words, tiny_model, tmp_path, hooks):
+    model = tiny_model("llama")
+    with pytest.raises(error, match=words) as raised:
+        sweep(model, **options, results=tmp_path / "sweep.jsonl")
+    assert "\n" not in str(raised.value)
+    assert not hooks(model.hf)

@@ -93,13 +93,12 @@ def check(patch: Patch, model: Model, n_positions: int, n_steps: int) -> None:
         for layer in layers if patch.heads is not None else ():
             n = architecture.n_heads if site in ("q", "z") else architecture.layers[layer].n_kv_heads
             kind = "heads" if site in ("q", "z") else "KV heads"
-            outside = [head for head in patch.heads or () if not 0 <= head < n]
-            if outside:
-                raise SiteError(f"heads={list(patch.heads or ())}: layer {layer} has {kind} 0 to {n - 1} at {site!r}.")
-    if isinstance(patch.positions, tuple) and max(patch.positions) >= n_positions:
-        raise SiteError(
-            f"positions={list(patch.positions)}: this run has positions 0 to {n_positions - 1}, prompt included."
-        )
+            unknown = [head for head in patch.heads or () if not 0 <= head < n]
+            if unknown:
+                raise SiteError(f"There is no head {unknown[0]}: layer {layer} has {kind} 0 to {n - 1} at {site!r}.")
+    outside = [p for p in patch.positions if p >= n_positions] if isinstance(patch.positions, tuple) else []
+    if outside:
+        raise SiteError(f"There is no position {outside[0]}: this run has 0 to {n_positions - 1}, prompt included.")
     if patch.schedule.first >= n_steps or (patch.schedule.last or 0) >= n_steps:
         raise SiteError(f"{patch.schedule}: the donor has steps 0 to {n_steps - 1} here; ask for more new tokens.")
 

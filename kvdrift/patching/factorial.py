@@ -118,7 +118,7 @@ def _one_prompt(setup: Setup, number: int, on: Model, off: Model, seed: int, bar
             for step in range(setup.lengths[number]):
                 token = tokens[-1] if step else None
                 forks = [] if token is None else [run.fork() for run in (a.run, b.run, a.run, b.run)]
-                y00, y11 = b.step(token, tokens, True), a.step(token, tokens, True)
+                y00, y11 = b.step(step, token, tokens, True), a.step(step, token, tokens, True)
                 crossed = {"y10": y11.logits, "y01": y00.logits, "ulp1": y11.logits, "ulp0": y00.logits}
                 if token is not None:
                     crossed = {

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from jaxtyping import Float
 from torch import Tensor
@@ -47,6 +48,17 @@ class Moment:
         return range(self.position + 1 - self.values[site][layer].shape[-2], self.position + 1)
 
 
+class Source(Protocol):
+    """Where moments come from."""
+
+    def step(self, number: int, token: int | None, tokens: Sequence[int], watch: bool) -> Moment:
+        """The moment of step ``number``, at which ``token`` is consumed (None at step 0).
+
+        ``tokens`` are all up to here, for a message; values are there only if ``watch`` asks for them.
+        """
+        ...
+
+
 class Live:
     """A run that is watched while it goes.
 
@@ -61,8 +73,8 @@ class Live:
     def __init__(self, run: Run, tap: Tap) -> None:
         self.run, self.tap = run, tap
 
-    def step(self, token: int | None, tokens: Sequence[int], watch: bool) -> Moment:
-        """Consume a token; ``tokens`` are all up to here, for a message, and ``watch`` asks for values.
+    def step(self, number: int, token: int | None, tokens: Sequence[int], watch: bool) -> Moment:
+        """Consume a token; see `Source`.
 
         Raises
         ------
@@ -100,24 +112,33 @@ class Live:
 class Recorded:
     """A trace as a donor: what it recorded, step by step.
 
+    Parameters
+    ----------
+    trace
+        The trace.
+    model, ids
+        The recipient's model and prompt.
+    sites
+        Site → the layers to read.
+
     Raises
     ------
     InputError
         If the trace is of other weights, another dtype or another prompt, or holds no logits.
     """
 
-    def __init__(self, trace: Trace, model: Model, ids: Sequence[int]) -> None:
+    def __init__(self, trace: Trace, model: Model, ids: Sequence[int], sites: Mapping[str, Sequence[int]]) -> None:
         _refuse_stranger(trace, model, ids)
-        self.trace, self.n_prompt, self.model = trace, len(ids), model
+        self.trace, self.n_prompt, self.model, self.sites = trace, len(ids), model, sites
 
-    def step(self, number: int, sites: dict[str, tuple[int, ...]], watch: bool) -> Moment:
-        """The trace at one step, at these sites and layers."""
+    def step(self, number: int, token: int | None, tokens: Sequence[int], watch: bool) -> Moment:
+        """What was recorded at one step; see `Source`."""
         logits = self.trace["logits"]
         assert isinstance(logits, Tensor), "logits exist once"
         position = self.n_prompt - 1 + number
         values: Values = {}
         at: dict[tuple[str, int], Sequence[int]] = {}
-        for site, layers in sites.items() if watch else ():
+        for site, layers in self.sites.items() if watch else ():
             for layer in layers:
                 value, at[site, layer] = self._read(site, layer, number, position)
                 values.setdefault(site, {})[layer] = value

@@ -211,9 +211,15 @@ def as_cell(patches: Patch | str | Iterable[Patch | str], label: str | None = No
 def _site(name: str) -> tuple[str, list[int] | None]:
     if name == KV:
         return KV, None
-    ((site, layers),) = parse_sites(name).items()
+    try:
+        ((site, layers),) = parse_sites(name).items()
+    except SiteError:
+        site, layers = name, None
     if site not in PATCH_SITES:
-        raise SiteError(f"{site!r} cannot be patched; choose among {', '.join(PATCH_SITES)}.")
+        raise SiteError(
+            f"{site!r} cannot be patched; choose among {', '.join(PATCH_SITES)}, or a full name such as "
+            "blocks.5.hook_resid_post."
+        )
     return site, None if layers is None else sorted(layers)
 
 

@@ -245,6 +245,8 @@ def _cells(
     """Every combination of site, schedule and the values of the axes."""
     if not axes or len(set(axes)) < len(axes) or not set(axes) <= set(AXES):
         raise InputError(f"over={list(axes)}: choose one or several of {', '.join(AXES)}, each once.")
+    if write is not None and not any(site in ("k", "v", KV) for site in sites):
+        raise InputError(f"write={write!r} is for k, v and kv, and the sweep has none of them; leave it out.")
     model = setup.recipient.model or setup.model
     cells = []
     for schedule, site in product(_schedules(setup, axes, schedules, chosen["step"]), sites):
@@ -269,7 +271,10 @@ def _schedules(
         return [Schedule.parse(schedule) for schedule in schedules]
     if [str(schedule) for schedule in schedules] != ["persistent"]:
         raise InputError("over='step' patches once at each step, so it cannot be combined with schedule=.")
-    return [Schedule.one_shot(step) for step in (range(1, min(setup.lengths) - 1) if steps is None else steps)]
+    chosen = list(range(1, min(setup.lengths) - 1) if steps is None else steps)
+    if not chosen:
+        raise InputError("over='step' finds no step with one after it; ask for 3 new tokens or more.")
+    return [Schedule.one_shot(step) for step in chosen]
 
 
 def _listed(numbers: Iterable[int] | int | None) -> list[int] | int | None:

@@ -18,13 +18,13 @@ from kvdrift.drift.metrics import kl_divergence, logit_l2
 from kvdrift.errors import NonFiniteError, SiteError
 from kvdrift.models.model import Model
 from kvdrift.patching.blocks import Given, check, gather, layers_of, moved
-from kvdrift.patching.moment import Live, Moment, Recorded, lacking
+from kvdrift.patching.moment import Live, Moment, Recorded, Source, lacking
 from kvdrift.patching.noise import generator, noisy, nudged
 from kvdrift.patching.outcome import Arm
 from kvdrift.patching.schedule import Schedule
 from kvdrift.patching.spec import Cell, Patch
 from kvdrift.paths.path import Path, Run
-from kvdrift.tracing.tap import Tap
+from kvdrift.tracing.tap import Tap, Where
 from kvdrift.tracing.trace import Trace
 from kvdrift.tracing.writer import Block, Writer
 
@@ -86,7 +86,6 @@ class Walk:
         Which arms run.
     trace
         A recorded donor, which takes the place of the path.
-
     """
 
     def __init__(self, model: Model, donor: Path, recipient: Path, plan: Plan, trace: Trace | None = None) -> None:
@@ -242,21 +241,21 @@ class Walk:
         tokens, donor_top1 = list(ids), []
         chosen = next((place for place, arm in enumerate(arms) if arm.role == "patched"), 0)
         with ExitStack() as stack:
-            give, give_wide, base, writer = self._start(stack, ids, runners)
+            source, exact, base, writer = self._start(stack, ids, runners)
             for number in range(n_steps):
                 token = tokens[-1] if number else None
                 watch = any(patch.schedule.covers(number) for runner in runners for patch in runner.patches)
-                donor = give(number, token, tokens, watch)
-                wide = give_wide(number, token, tokens, watch) if give_wide is not None else None
+                donor = source.step(number, token, tokens, watch)
+                wide = None if exact is None else exact.step(number, token, tokens, watch)
                 for runner in runners:
                     if runner.first == number and number:
                         runner.run = base.run.fork(runner.controls)
                         stack.callback(runner.run.close)
-                own = base.step(token, tokens, watch)
+                own = base.step(number, token, tokens, watch)
                 logits = []
                 for runner in runners:
-                    source = wide if runner.arm.role == "float32 donor" and wide is not None else donor
-                    logits.append(self._advance(runner, number, token, source, own, writer))
+                    given = wide if runner.arm.role == "float32 donor" and wide is not None else donor
+                    logits.append(self._advance(runner, number, token, given, own, writer))
                 collected.append(_measure(logits, donor.logits, own.logits, None if wide is None else wide.logits))
                 donor_top1.append(int(donor.logits.argmax()))
                 tokens.append(choose(donor, logits[chosen][0], number))
@@ -271,19 +270,17 @@ class Walk:
 
     def _start(
         self, stack: ExitStack, ids: Sequence[int], runners: Sequence[_Runner]
-    ) -> tuple[Callable[..., Moment], Callable[..., Moment] | None, Live, Writer]:
-        """Taps, writer and runs of one walk."""
+    ) -> tuple[Source, Source | None, Live, Writer]:
+        """The donor, the float32 donor if one is needed, the unpatched recipient, and what writes into the others."""
         patches = [patch for runner in runners for patch in runner.patches]
-        sites: dict[str, set[int]] = {}
+        sites: dict[str, frozenset[int]] = {}
         for patch in patches:
             for site in patch.sites:
-                sites.setdefault(site, set()).update(layers_of(self.model, patch, site))
-        everywhere = any(patch.beyond_current for patch in patches)
+                sites[site] = sites.get(site, frozenset()) | set(layers_of(self.model, patch, site))
+        where: Where = "all" if any(patch.beyond_current for patch in patches) else "current"
 
         def live(path: Path, model: Model) -> Live:
-            wanted = {site: frozenset(layers) for site, layers in sites.items()}
-            where = "all" if everywhere else "current"
-            tap = Tap(model, wanted, where=where, kv_where="all", copy=False, scaled=False)  # type: ignore[arg-type]
+            tap = Tap(model, sites, where=where, kv_where="all", copy=False, scaled=False)
             tap.enabled = False
             run = path.start(model, ids)
             stack.enter_context(tap)
@@ -291,34 +288,23 @@ class Walk:
             return Live(run, tap)
 
         base = live(self.recipient, self.model)
-        if self.trace is not None:
-            recorded = Recorded(self.trace, self.model, ids)
+        source: Source
+        if self.trace is None:
+            source = live(self.donor, self.donor_model)
+        else:
             for patch in patches:
                 missing = lacking(self.trace, patch, {site: layers_of(self.model, patch, site) for site in patch.sites})
                 if missing:
                     raise SiteError(
                         f"The donor trace lacks {missing}, and {patch} writes it; record it (K/V with positions='all')."
                     )
-            layers = {site: tuple(sorted(numbers)) for site, numbers in sites.items()}
-
-            def give(number: int, token: int | None, tokens: Sequence[int], watch: bool) -> Moment:
-                return recorded.step(number, layers, watch)
-        else:
-            source = live(self.donor, self.donor_model)
-
-            def give(number: int, token: int | None, tokens: Sequence[int], watch: bool) -> Moment:
-                return source.step(token, tokens, watch)
-
-        give_wide: Callable[..., Moment] | None = None
+            source = Recorded(self.trace, self.model, ids, {site: sorted(layers) for site, layers in sites.items()})
+        exact: Source | None = None
         if self._wide is not None and any(runner.arm.role == "float32 donor" for runner in runners):
             path = self.donor if self.donor.model is None else replace(self.donor, model=self._wide)  # type: ignore[type-var]
-            wide = live(path, self._wide)
-
-            def give_wide(number: int, token: int | None, tokens: Sequence[int], watch: bool) -> Moment:
-                return wide.step(token, tokens, watch)
-
+            exact = live(path, self._wide)
         writer = stack.enter_context(Writer(self.model, {site: sorted(layers) for site, layers in sites.items()}))
-        return give, give_wide, base, writer
+        return source, exact, base, writer
 
     def _advance(
         self,

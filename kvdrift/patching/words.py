@@ -68,11 +68,11 @@ def reading(result: Outcomes, cell: int = 0) -> list[str]:
     """What the recovery of one cell does and does not show."""
     if not result.counted(cell).any():
         return [NOTHING_FOLLOWS.format(first=result.cells[cell].first)]
-    if result.trivial(cell):
-        return ["the donor's last residual is written at every step: recovery is 1 by construction and proves nothing"]
     found, plain = result.recovery(cell), result.recovery(cell, against="unpatched")
     if math.isnan(plain.value):
         return ["nothing to recover: without a patch the recipient has the donor's logits at every counted step"]
+    if result.trivial(cell):
+        return ["the donor's last residual is written at every step: recovery is 1 by construction and proves nothing"]
     said = []
     if result.restored(cell) == 1:
         said.append("the patch gives the donor's logits bit for bit: what differs between the paths passes through it")

@@ -134,7 +134,7 @@ def test_a_recorded_moment_is_the_live_one(path, family, tiny_model, same_bits):
     trace = kd.record(
         model, PROMPT, path=path, sites=[*sites, "logits"], positions="all", tokens=[3, 1, 4], progress=False
     )
-    recorded = Recorded(trace, model, PROMPT)
+    recorded = Recorded(trace, model, PROMPT, sites)
     tap = Tap(model, {site: frozenset(layers) for site, layers in sites.items()}, where="all", kv_where="all")
     with tap:
         live, tokens = Live(path.start(model, PROMPT), tap), list(PROMPT)
@@ -142,8 +142,7 @@ def test_a_recorded_moment_is_the_live_one(path, family, tiny_model, same_bits):
             if number:
                 tokens.append([3, 1][number - 1])
             watch = number > 0
-            one = live.step(tokens[-1] if number else None, tokens, watch)
-            two = recorded.step(number, sites, watch)
+            one, two = (x.step(number, tokens[-1] if number else None, tokens, watch) for x in (live, recorded))
             assert one.position == two.position == N - 1 + number
             assert same_bits(one.logits, two.logits)
             assert bool(one.values) == bool(two.values) == watch
@@ -159,7 +158,7 @@ def test_current_values_have_a_row(tiny_model):
     tap = Tap(model, dict.fromkeys(("resid_post", "q", "k")), kv_where="all")
     with tap:
         live = Live(kd.CacheOff().start(model, PROMPT), tap)
-        found = live.step(None, PROMPT, True)
+        found = live.step(0, None, PROMPT, True)
     assert found.values["resid_post"][1].shape == (1, 1, 256)
     assert found.values["q"][1].shape == (1, 8, 1, 32)
     assert found.values["k"][1].shape == (1, 2, N, 32)
@@ -177,7 +176,7 @@ def test_a_step_that_is_not_finite_says_where(hooks):
     with tap:
         live = Live(kd.CacheOff().start(model, PROMPT), tap)
         with pytest.raises(NonFiniteError, match=r"down_proj|layer 1"):
-            live.step(None, PROMPT, True)
+            live.step(0, None, PROMPT, True)
         assert not tap.enabled
     assert not hooks(hf)
 

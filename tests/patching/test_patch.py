@@ -559,7 +559,7 @@ def test_a_trace_brings_its_own_tokens(tiny_model):
         ("llama", {"patches": kd.Patch("k", heads=2)}, SiteError, "KV heads 0 to 1"),
         ("llama", {"patches": kd.Patch("q", heads=[0, 8])}, SiteError, "heads 0 to 7"),
         ("llama", {"patches": kd.Patch("z", heads=-1)}, SiteError, "heads 0 to 7"),
-        ("llama", {"patches": kd.Patch("k", positions=[14])}, SiteError, "positions 0 to 13"),
+        ("llama", {"patches": kd.Patch("k", positions=[14])}, SiteError, "no position"),
         ("llama", {"patches": kd.Patch("k", schedule="one_shot(5)")}, SiteError, "steps 0 to 4.*more new tokens"),
         ("llama", {"patches": kd.Patch("k", schedule="window(2, 5)")}, SiteError, "steps 0 to 4"),
         ("llama", {"patches": kd.Patch("k", schedule="persistent(9)")}, SiteError, "steps 0 to 4"),

@@ -200,11 +200,8 @@ def kind_of_plant(kind, model, site, dtype):
     layers, heads = neighbours(model), model.architecture.layers[LAYER].n_kv_heads
     if kind == "head":
         head = min(HEAD, heads - 1)
-        return replace(plant, head=head), {
-            "over": ("layer", "head"),
-            "layers": layers,
-            "heads": sorted({head, heads - 1}),
-        }
+        axes = {"over": ("layer", "head"), "layers": layers, "heads": sorted({0, head, heads - 1})}
+        return replace(plant, head=head), axes
     positions = [1, POSITION, POSITION + 1]
     return replace(plant, position=POSITION), {"over": ("layer", "position"), "layers": layers, "positions": positions}
 
@@ -247,7 +244,7 @@ def test_among_every_head_of_every_layer(recipient, twins):
 
 
 @pytest.mark.parametrize("recipient", PATHS)
-def test_among_every_position_of_every_layer(recipient, twins):
+def test_among_every_position_of_two_layers(recipient, twins):
     plant = Plant("k", layer=2, position=3, amount=2**-3)  # before the windows of the other layers
     models = twins("gemma3", torch.bfloat16)
     assert_found(find(models, recipient, plant, n_steps=3, over=("layer", "position"), layers=[1, 2]), plant)

@@ -62,7 +62,7 @@ def test_labels_name_everything_that_is_not_a_default():
     [
         ({"site": "logits"}, SiteError, "'logits' cannot be patched"),
         ({"site": "pattern"}, SiteError, "'pattern' cannot be patched"),
-        ({"site": "resid"}, SiteError, "There is no site 'resid'"),
+        ({"site": "resid"}, SiteError, "'resid' cannot be patched"),
         ({"site": "blocks.5.hook_resid_post", "layers": 5}, SiteError, "names its layer already"),
         ({"site": "resid_post", "heads": 0}, SiteError, "has no heads"),
         ({"site": "embed", "layers": 0}, SiteError, "exists once in a model"),

@@ -178,7 +178,7 @@ class Outcomes:
 
     def _recovery(self, cell: int, metric: str, steps: str, role: str, reference: str) -> Recovery:
         power = 1 if metric == "kl" else 2
-        arm = (self.values(metric, role, cell) ** power).mean(axis=0)
+        arm = self.values(metric, role, cell) ** power
         others = self.values(metric, reference, cell) ** power
         return recovery(arm, others, self.counted(cell, steps), reference)
 
@@ -220,10 +220,9 @@ class Outcomes:
         """
         reference = against or self.reference(cell)
         total = self.arrays["n_steps"]
-        lost = total - self.followed(role, cell).mean(axis=0)
-        others = total - self.followed(reference, cell)
-        known = np.isfinite(lost)[:, None]
-        return recovery(np.nan_to_num(lost)[:, None], np.nan_to_num(others)[..., None], known, reference)
+        lost, others = (total - self.followed(name, cell) for name in (role, reference))
+        known = np.isfinite(lost).all(axis=0)[:, None]
+        return recovery(lost[..., None], others[..., None], known, reference)
 
     def trivial(self, cell: int = 0) -> bool:
         """Whether this cell's recovery is 1 by construction: the donor's last residual is written at every step."""

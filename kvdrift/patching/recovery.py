@@ -57,7 +57,7 @@ def recovery(
     Parameters
     ----------
     patched
-        Squared distance of the patched recipient to the donor, ``[prompt, step]``.
+        Squared distance of the patched recipient to the donor, ``[prompt, step]``, or ``[seed, prompt, step]``.
     references
         The same of each placebo (or of the unpatched recipient), ``[seed, prompt, step]``.
     counted
@@ -76,9 +76,9 @@ def recovery(
     >>> recovery(np.array([[1.0, 0.0]]), np.array([[[2.0, 2.0]]]), counted).value
     0.75
     """
-    own = np.where(counted, patched, 0.0).sum(axis=1)
+    own = np.where(counted, patched if patched.ndim == 3 else patched[None], 0.0).sum(axis=2)
     seeds = np.where(counted, references, 0.0).sum(axis=2)
-    pairs = np.stack([own, seeds.mean(axis=0)], axis=1)
+    pairs = np.stack([own.mean(axis=0), seeds.mean(axis=0)], axis=1)
     used = counted.any(axis=1)
     per_prompt = np.where(used, _one_minus_ratio(pairs), np.nan)
     if not used.any():

@@ -185,6 +185,9 @@ class Walk:
         if self.donor_model.dtype != self.model.dtype:
             self._limits["no full patch: donor and recipient run in different dtypes"] = None
             return ()
+        if self.trace is None and self.donor.controls != self.recipient.controls:
+            self._limits["no full patch: donor and recipient run their LM heads under different controls"] = None
+            return ()
         return sites
 
     def _runner(self, arm: Arm, cells: dict[int, Cell], first: int) -> _Runner:

@@ -35,7 +35,7 @@ class Patch:
     positions
         At residual sites, ``q`` and ``z``: ``"current"`` (the default), ``"all"`` of the pass, or absolute positions.
         At ``k``, ``v`` and ``kv``: ``"past"`` (the default: every position before the current one that both
-        paths read), ``"all"`` (the current one too), or absolute positions.
+        paths read and the layer's window shows), ``"all"`` (the current one too), or absolute positions.
     schedule
         A `Schedule` or its text; ``"persistent"`` by default.
     write

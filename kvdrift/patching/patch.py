@@ -10,12 +10,13 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from kvdrift.errors import InputError
+from kvdrift.patching.measure import FLOATS
 from kvdrift.patching.moment import Moment
 from kvdrift.patching.outcome import Arm, pad
 from kvdrift.patching.result import PatchResult
 from kvdrift.patching.setup import Setup, read
 from kvdrift.patching.spec import Cell, Patch, as_cell
-from kvdrift.patching.walk import FLOATS, Plan, Rows, Walk
+from kvdrift.patching.walk import Plan, Rows, Walk
 from kvdrift.paths.path import Path
 from kvdrift.paths.sampling import greedy
 from kvdrift.tracing.trace import Trace

@@ -34,7 +34,8 @@ def patched(model: Any, edits: Mapping[str, Edit]) -> Iterator[None]:
         (``"blocks.5.attn.hook_v"``). A function takes the site's value and returns the new one, of the same shape:
         ``[batch, position, d_model]`` at residual sites, ``[batch, head, position, feature]`` at ``q``, ``k``, ``v``,
         ``z``. A tensor of that shape replaces the whole value, one without the position axis the last position.
-        Keys and values are changed as the kernel reads them; the cache keeps its own.
+        Keys and values are changed as the kernel reads them; the cache keeps its own. ``attn_out`` and ``mlp_out``
+        are what their modules return, before a residual multiplier.
 
     Raises
     ------

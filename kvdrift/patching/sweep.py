@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import product
+from functools import partial
 from pathlib import Path as FilePath
 from typing import Any, Literal
 
@@ -11,21 +11,19 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from kvdrift.errors import InputError
-from kvdrift.models.model import Model
-from kvdrift.patching.blocks import layers_of
+from kvdrift.patching.axes import cells_over
 from kvdrift.patching.ledger import Ledger
+from kvdrift.patching.measure import FLOATS
 from kvdrift.patching.outcome import Arm
 from kvdrift.patching.patch import common, one_prompt
 from kvdrift.patching.result import Sweep
 from kvdrift.patching.schedule import Schedule
 from kvdrift.patching.setup import Setup, read
-from kvdrift.patching.spec import KV, Cell, Patch, Write, as_cell
-from kvdrift.patching.walk import FLOATS, Plan, Rows, Walk
+from kvdrift.patching.spec import Cell, Patch, Write, as_cell
+from kvdrift.patching.walk import Plan, Rows, Walk
 from kvdrift.paths.path import Path
-from kvdrift.tracing.sites import GLOBAL_SITES, HEAD_SITES
 from kvdrift.tracing.trace import Trace, free_memory
 
-AXES = ("layer", "head", "position", "step")
 SITES = ("resid_post", "k", "v", "kv")
 SHARED = -1
 """The number under which a ledger keeps the arms that all cells share."""
@@ -127,7 +125,7 @@ def sweep(
         chosen = {"layer": layers, "head": heads, "position": positions, "step": steps}
         names = (sites,) if isinstance(sites, str) else tuple(sites)
         schedules = [schedule] if isinstance(schedule, (str, Schedule)) else list(schedule)
-        cells = _cells(setup, names, axes, schedules, chosen, write)
+        cells = cells_over(setup, names, axes, schedules, chosen, write)
     if not cells:
         raise InputError("There is no cell to sweep over; give a site and an axis, or patches.")
     return run_cells(
@@ -166,9 +164,12 @@ def run_cells(
         if setup.traces is not None:
             walk.trace = setup.traces[0]
         shared = walk.shared_arms()
-        total = len(setup.prompts) * len(cells)
-        with tqdm(total=total, desc="sweep", unit="cell", disable=not progress) as bar:
-            found = [_prompt(setup, walk, number, cells, shared, ledger, bar) for number in range(len(setup.prompts))]
+        found = []
+        with tqdm(total=sum(setup.lengths) * len(cells), desc="sweep", unit="step", disable=not progress) as bar:
+            for number in range(len(setup.prompts)):
+                found.append(_prompt(setup, walk, number, cells, shared, ledger, bar))
+                bar.n = sum(setup.lengths[: number + 1]) * len(cells)  # a text may end early
+                bar.refresh()
         arms = [*shared, *(arm for number in range(len(cells)) for arm in walk.cell_arms(number))]
         notes = tuple(walk.notes)
     finally:
@@ -183,7 +184,7 @@ def _prompt(
 ) -> Rows:
     """All cells over one prompt: those that are kept from before, and the others in groups."""
     missing = [cell for cell in range(len(cells)) if ledger.get(number, cell) is None]
-    bar.update(len(cells) - len(missing))
+    bar.update((len(cells) - len(missing)) * setup.lengths[number])
     for cell in range(len(cells)):
         walk.recall((ledger.get(number, cell) or {}).get("absent", NOTHING))
     size = _together(setup, walk, number, len(cells))
@@ -196,7 +197,7 @@ def _prompt(
         own = [walk.cell_arms(cell) for cell in group]
         everyone = [*arms, *(arm for some in own for arm in some)]
         # All cells are handed over: the shared arms begin at the first write of any, whichever group they run in.
-        rows = one_prompt(setup, walk, number, dict(enumerate(cells)), everyone)
+        rows = one_prompt(setup, walk, number, dict(enumerate(cells)), everyone, partial(_tick, bar, len(group)))
         finished: dict[tuple[int, int], Rows] = {}
         start = len(arms)
         if kept is None:
@@ -208,10 +209,14 @@ def _prompt(
         for cell in group[:1]:
             finished[number, cell]["absent"] = walk.absent
         ledger.add(finished)
-        bar.update(len(group))
     parts = [_known(ledger, number, SHARED), *(_known(ledger, number, cell) for cell in range(len(cells)))]
     stacked = {name: np.concatenate([part[name] for part in parts]) for name in (*FLOATS, "top1")}
     return stacked | {name: parts[0][name] for name in ("fed", "donor_top1")}
+
+
+def _tick(bar: tqdm, n_cells: int, n_arms: int) -> None:
+    """One step of a group is done."""
+    bar.update(n_cells)
 
 
 def _known(ledger: Ledger, prompt: int, cell: int) -> Rows:
@@ -232,75 +237,3 @@ def _together(setup: Setup, walk: Walk, number: int, n_cells: int) -> int:
     arms = max(len(walk.cell_arms(cell)) for cell in range(n_cells))
     n_bytes = max(1, entry * length * arms * model.dtype.itemsize)
     return max(1, min(TOGETHER, int(SHARE_OF_FREE_MEMORY * free_memory(model.device)) // n_bytes))
-
-
-def _cells(
-    setup: Setup,
-    sites: Sequence[str],
-    axes: tuple[str, ...],
-    schedules: Sequence[str | Schedule],
-    chosen: dict[str, Any],
-    write: Write | None,
-) -> list[Cell]:
-    """Every combination of site, schedule and the values of the axes."""
-    if not axes or len(set(axes)) < len(axes) or not set(axes) <= set(AXES):
-        raise InputError(f"over={list(axes)}: choose one or several of {', '.join(AXES)}, each once.")
-    if write is not None and not any(site in ("k", "v", KV) for site in sites):
-        raise InputError(f"write={write!r} is for k, v and kv, and the sweep has none of them; leave it out.")
-    model = setup.recipient.model or setup.model
-    cells = []
-    for schedule, site in product(_schedules(setup, axes, schedules, chosen["step"]), sites):
-        kv = site in ("k", "v", KV)
-        whole = Patch(site, None if site in GLOBAL_SITES else _listed(chosen["layer"]), schedule=schedule)
-        layers = _layers(model, whole) if "layer" in axes and site not in GLOBAL_SITES else [whole.layers]
-        for layer in layers:
-            heads = _heads(model, whole, layer, chosen["head"]) if "head" in axes else [chosen["head"]]
-            positions = _positions(setup, chosen["position"]) if "position" in axes else [chosen["position"]]
-            for head, position in product(heads, positions):
-                patch = Patch(site, layer, head, position, schedule, write if kv else None)
-                cells.append(as_cell(patch))
-    return cells
-
-
-def _schedules(
-    setup: Setup, axes: tuple[str, ...], schedules: Sequence[str | Schedule], steps: Iterable[int] | None
-) -> list[Schedule]:
-    if "step" not in axes:
-        if steps is not None:
-            raise InputError("steps= is for over='step'; otherwise give schedule=.")
-        return [Schedule.parse(schedule) for schedule in schedules]
-    if [str(schedule) for schedule in schedules] != ["persistent"]:
-        raise InputError("over='step' patches once at each step, so it cannot be combined with schedule=.")
-    chosen = list(range(1, min(setup.lengths) - 1) if steps is None else steps)
-    if not chosen:
-        raise InputError("over='step' finds no step with one after it; ask for 3 new tokens or more.")
-    return [Schedule.one_shot(step) for step in chosen]
-
-
-def _listed(numbers: Iterable[int] | int | None) -> list[int] | int | None:
-    return numbers if numbers is None or isinstance(numbers, int) else list(numbers)
-
-
-def _layers(model: Model, patch: Patch) -> list[int]:
-    """The layers that have all sites of a patch."""
-    first, *others = [layers_of(model, patch, site) for site in patch.sites]
-    return [layer for layer in first if all(layer in other for other in others)]
-
-
-def _heads(model: Model, patch: Patch, layer: Any, given: Iterable[int] | int | None) -> Iterable[int]:
-    if patch.site not in (*HEAD_SITES, KV):
-        raise InputError(f"over='head': {patch.site!r} has no heads; sweep over q, k, v, z or kv.")
-    if given is not None:
-        return [given] if isinstance(given, int) else list(given)
-    if patch.site in ("q", "z"):
-        return range(model.architecture.n_heads)
-    of = layer if isinstance(layer, int) else _layers(model, patch)[0]
-    return range(model.architecture.layers[of].n_kv_heads)
-
-
-def _positions(setup: Setup, given: Any) -> Iterable[int]:
-    if given is None:
-        return range(min(len(prompt.ids) for prompt in setup.prompts))
-    if isinstance(given, str):
-        raise InputError(f"positions={given!r}: over='position' goes through absolute positions.")
-    return [given] if isinstance(given, int) else list(given)

@@ -10,14 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvdrift.bits import same_bits
 from kvdrift.controls.control import Control
 from kvdrift.controls.precision import cast_copy
 from kvdrift.controls.reroll import ReRoll
-from kvdrift.drift.metrics import kl_divergence, logit_l2
 from kvdrift.errors import NonFiniteError, SiteError
 from kvdrift.models.model import Model
 from kvdrift.patching.blocks import Given, check, gather, layers_of, moved
+from kvdrift.patching.measure import FLOATS, measure
 from kvdrift.patching.moment import Live, Moment, Recorded, Source, lacking
 from kvdrift.patching.noise import generator, noisy, nudged
 from kvdrift.patching.outcome import Arm
@@ -28,8 +27,6 @@ from kvdrift.tracing.tap import Tap, Where
 from kvdrift.tracing.trace import Trace
 from kvdrift.tracing.writer import Block, Writer
 
-FLOATS = ("logit_l2", "kl", "flip", "identical", "unchanged", "moved", "signature")
-"""What is measured of each arm at each step, beside its top-1 token."""
 Choose = Callable[[Moment, Tensor, int], int]
 """``(donor, logits of the first patched arm, step)`` → the token that all consume next."""
 Rows = dict[str, np.ndarray]
@@ -259,7 +256,7 @@ class Walk:
                 for runner in runners:
                     given = wide if runner.arm.role == "float32 donor" and wide is not None else donor
                     logits.append(self._advance(runner, number, token, given, own, writer))
-                collected.append(_measure(logits, donor.logits, own.logits, None if wide is None else wide.logits))
+                collected.append(measure(logits, donor.logits, own.logits, None if wide is None else wide.logits))
                 donor_top1.append(int(donor.logits.argmax()))
                 tokens.append(choose(donor, logits[chosen][0], number))
                 tick(len(runners))
@@ -372,37 +369,3 @@ class Walk:
         if role == "one ulp":
             return [replace(g.block, value=nudged(g.own, generator(seed, "entry"))) for g in given]
         return [g.block for g in given]
-
-
-def _measure(
-    logits: Sequence[tuple[Tensor, float]], donor: Tensor, own: Tensor, wide: Tensor | None
-) -> list[dict[str, float]]:
-    """Every arm against the donor at one step."""
-    rows: list[dict[str, float]] = []
-    donor = donor.to(own.device)
-    top = int(donor.argmax())
-    error = None if wide is None else _centred(donor, wide)
-    for arm, distance in logits:
-        row = {"top1": float(int(arm.argmax())), "moved": distance, "unchanged": float(same_bits(arm, own))}
-        row["flip"] = float(row["top1"] != top)
-        row["identical"] = float(arm.dtype == donor.dtype and same_bits(arm, donor))
-        if rows and row["unchanged"]:
-            row |= {name: rows[0][name] for name in ("logit_l2", "kl", "signature")}
-        else:
-            row["logit_l2"] = float(logit_l2(arm, donor))
-            row["kl"] = float(kl_divergence(donor, arm))
-            row["signature"] = np.nan if error is None or wide is None else _cosine(_centred(arm, wide), error)
-        rows.append(row)
-    return rows
-
-
-def _centred(logits: Tensor, reference: Tensor) -> Tensor:
-    """The error of some logits, centred over the vocabulary, float64 ``[vocab]``; masked tokens have none."""
-    error = logits.double() - reference.to(logits.device).double()
-    error = torch.where(error.isfinite(), error, 0.0)
-    return error - error.mean()
-
-
-def _cosine(a: Tensor, b: Tensor) -> float:
-    scale = float(a.norm() * b.norm())
-    return float(a @ b) / scale if scale else float("nan")

@@ -91,10 +91,8 @@ def main() -> None:
             if number:  # the first round warms up
                 seconds[name].append(time.perf_counter() - start)
     base = statistics.median(seconds["ideal"])
-    print(
-        f"{options.model}, {options.dtype}, {torch.get_num_threads()} threads, {len(ids)} prompt tokens, {options.steps} "
-        f"steps, one-shot K/V at step {options.at}, {model.architecture.n_layers} layers, {options.rounds} rounds"
-    )
+    print(f"{options.model}, {options.dtype}, {torch.get_num_threads()} threads, {len(ids)} prompt tokens")
+    print(f"{options.steps} steps, one-shot K/V at step {options.at}, {model.architecture.n_layers} layers")
     for name, times in seconds.items():
         print(f"{name:32s} {statistics.median(times):7.2f} s   {statistics.median(times) / base:5.2f}x")
 

@@ -249,17 +249,10 @@ def _row(sweep: Outcomes, direction: str, schedule: str, condition: str, role: s
         "flips": sweep.flips(cell, role=role),
         "followed": float(followed.mean()),
         "free_recovery": sweep.free_recovery(cell, role=role).value,
-        "signature": _signature(sweep, cell, role),
+        "signature": sweep.signature(role, cell),
         "trivial": role == "patched" and sweep.trivial(cell),
         "n": found.n,
     }
-
-
-def _signature(sweep: Outcomes, cell: int, role: str) -> float:
-    """Mean cosine of the arm's error with the donor's over the counted steps; NaN where it was not computed."""
-    values = sweep.values("signature", role, cell)[:, sweep.counted(cell)]
-    known = values[np.isfinite(values)]
-    return float(known.mean()) if known.size else math.nan
 
 
 def _reading(sweep: Sweep) -> list[str]:

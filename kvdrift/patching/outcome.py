@@ -196,6 +196,16 @@ class Outcomes:
         """Counted steps at which the arm's top-1 token is not the donor's (summed over prompts, first seed)."""
         return int(self.values("flip", role, cell)[0][self.counted(cell, steps)].sum())
 
+    def signature(self, role: str = "patched", cell: int = 0, steps: str = "after") -> float:
+        """Mean cosine between an arm's error and the donor's, both against float32, over the counted steps.
+
+        1: the arm makes the donor's own rounding errors. The same number of ``"re-roll"`` is its null: what two runs
+        of the same model share that round independently. NaN where it was not computed.
+        """
+        values = self.values("signature", role, cell)[:, self.counted(cell, steps)]
+        known = values[np.isfinite(values)]
+        return float(known.mean()) if known.size else float("nan")
+
     # --- the free-running outcome
 
     def followed(self, role: str, cell: int = 0) -> np.ndarray:

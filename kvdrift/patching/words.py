@@ -57,6 +57,10 @@ def patch_summary(result: PatchResult) -> str:
         f"restored bit for bit at {result.restored():.0%} of {int(result.counted().sum())} steps; {result.flips()} of "
         f"them pick another token than the donor ({result.flips(role='unpatched')} without the patch)"
     )
+    signatures = {role: result.signature(role) for role in ("patched", "unpatched", "re-roll") if result.find(role)}
+    if math.isfinite(signatures["patched"]):
+        shares = [f"{NAMES[role]} {value:.2f}" for role, value in signatures.items()]
+        lines.append(f"error against float32 in common with the donor's (cosine): {', '.join(shares)}")
     followed = {role: result.followed(role) for role in ("patched", "unpatched", result.reference())}
     if all(np.isfinite(x).all() for x in followed.values()):
         texts = [f"{NAMES[role]} {x.mean():.3g}" for role, x in followed.items()]
@@ -105,6 +109,7 @@ def patch_dict(result: PatchResult) -> dict[str, Any]:
             "kl": _finite(np.nanmean(result.distance(role, metric="kl"))) if result.counted().any() else None,
             "restored": _finite(result.restored(role=role)),
             "flips": result.flips(role=role),
+            "signature": _finite(result.signature(role)),
             "followed": [_finite(x) for x in result.followed(role).mean(axis=0)],
         }
     return {

@@ -141,6 +141,15 @@ def test_restored_and_flips():
     assert late.flips() == 0
 
 
+def test_signature_is_the_mean_over_what_was_computed():
+    cosines = np.full(RAN.shape, NAN)
+    cosines[0, 1] = [9, 9, 0.5, NAN, 1.0]  # steps 0 and 1 come before the outcome
+    cosines[1, 1, 2] = 0.0
+    made = make(arrays={"signature": cosines})
+    assert made.signature() == (0.5 + 1.0 + 0.0) / 3
+    assert math.isnan(made.signature("unpatched"))
+
+
 def test_followed_and_free_recovery():
     made = make()
     assert made.followed("unpatched").tolist() == [[3, 1]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,8 @@ from kvdrift.tracing.writer import Block, Writer
 
 PAST = Patch("kv", write="read")
 """Keys and values of every position before the current one, as the kernel reads them at one step."""
+DRAWS = 8
+"""The placebo looks at so many random entries for one whose move by one ulp is not lost in rounding."""
 
 
 def factorial(
@@ -47,7 +50,7 @@ def factorial(
 
     y00 is path *b* (cache-OFF), y11 is path *a* (cache-ON), y10 is *a*'s one-token kernel on *b*'s past K/V, y01 is
     *b*'s full recompute with *a*'s K/V read for the past, all on path *b*'s tokens. The placebo factor is one entry
-    of the past K/V moved by one ulp.
+    of the past K/V moved by one ulp: the first of eight random entries with which any bit of the logits changes.
 
     Parameters
     ----------
@@ -117,16 +120,19 @@ def _one_prompt(setup: Setup, number: int, on: Model, off: Model, seed: int, bar
         try:
             for step in range(setup.lengths[number]):
                 token = tokens[-1] if step else None
-                forks = [] if token is None else [run.fork() for run in (a.run, b.run, a.run, b.run)]
+                before = None if token is None else (a.run.fork(), b.run.fork())
                 y00, y11 = b.step(step, token, tokens, True), a.step(step, token, tokens, True)
                 crossed = {"y10": y11.logits, "y01": y00.logits, "ulp1": y11.logits, "ulp0": y00.logits}
-                if token is not None:
+                if token is not None and before is not None:
+                    at_on, at_off = before
                     crossed = {
-                        "y10": _crossed(on, forks[0], token, y11, y00, writer_on),
-                        "y01": _crossed(off, forks[1], token, y00, y11, writer_off),
-                        "ulp1": _crossed(on, forks[2], token, y11, y11, writer_on, (seed, step)),
-                        "ulp0": _crossed(off, forks[3], token, y00, y00, writer_off, (seed, step)),
+                        "y10": _crossed(on, at_on, token, y11, y00, writer_on),
+                        "y01": _crossed(off, at_off, token, y00, y11, writer_off),
+                        "ulp1": _nudged(on, at_on, token, y11, writer_on, (seed, step)),
+                        "ulp0": _nudged(off, at_off, token, y00, writer_off, (seed, step)),
                     }
+                    at_on.close()
+                    at_off.close()
                 rows.append(_distances({"y00": y00.logits, "y11": y11.logits, **crossed}))
                 chosen = setup.follow[number][step] if setup.follow is not None else greedy(y00.logits, step)
                 tokens.append(chosen)
@@ -140,23 +146,29 @@ def _one_prompt(setup: Setup, number: int, on: Model, off: Model, seed: int, bar
     return found | {"fed": np.array(tokens[len(ids) :])}
 
 
-def _crossed(
-    model: Model,
-    fork: Run,
-    token: int,
-    own: Moment,
-    other: Moment,
-    writer: Writer,
-    nudge: tuple[int, int] | None = None,
-) -> Tensor:
-    """One step of ``fork`` that reads the other path's past K/V, or (with ``nudge``) its own with one entry moved."""
-    given, _ = gather(PAST, model, own, other, None, nudge[1] if nudge else 0)
-    blocks = [entry.block for entry in given]
-    if nudge is not None and blocks:
-        random = generator(*nudge, "factorial")
-        chosen = int(torch.randint(len(blocks), (1,), generator=random))
-        block = blocks[chosen]
-        blocks = [Block(block.site, block.layer, block.heads, block.positions, nudged(block.value, random))]
+def _crossed(model: Model, at: Run, token: int, own: Moment, other: Moment, writer: Writer) -> Tensor:
+    """One step from ``at`` that reads the other path's past K/V."""
+    given, _ = gather(PAST, model, own, other, None, 0)
+    return _step(at, token, own, writer, [entry.block for entry in given])
+
+
+def _nudged(model: Model, at: Run, token: int, own: Moment, writer: Writer, key: tuple[int, int]) -> Tensor:
+    """One step from ``at`` that reads its own past K/V with one entry moved by one ulp: the first of `DRAWS` random
+    entries whose move changes a bit of the logits, or the last."""
+    given, _ = gather(PAST, model, own, own, None, 0)
+    logits = own.logits
+    for draw in range(DRAWS if given else 0):
+        random = generator(*key, draw, "factorial")
+        block = given[int(torch.randint(len(given), (1,), generator=random))].block
+        logits = _step(at, token, own, writer, [replace(block, value=nudged(block.value, random))])
+        if not same_bits(logits, own.logits):
+            break
+    return logits
+
+
+def _step(at: Run, token: int, own: Moment, writer: Writer, blocks: list[Block]) -> Tensor:
+    """One step of a fork of ``at`` with ``blocks`` written."""
+    fork = at.fork()
     writer.load(blocks)
     writer.position, writer.keys = own.position, fork.key_positions
     try:

@@ -29,7 +29,7 @@ PLACEBOS = {
     "ulp-y00": "one entry of the past K/V by one ulp, under recompute",
     "ulp-y11": "one entry of the past K/V by one ulp, in the one-token kernel",
 }
-"""The placebo factor."""
+"""The placebo factor: the smallest change there is that is not lost in rounding at once (see `kvdrift.factorial`)."""
 PAIRS = (*EDGES, WHOLE, *PLACEBOS)
 METRICS = ("logit_l2", "kl", "identical")
 

@@ -69,6 +69,8 @@ class Outcomes:
         Sentences a reader should see: evicted positions, controls that do not apply.
     provenance
         Versions, device, threads, settings.
+    extra
+        What one kind of result holds beside: `trajectories` of a patch, the axes of a sweep. Plain data.
     """
 
     kind: ClassVar[str] = "outcomes"

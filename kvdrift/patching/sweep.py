@@ -64,7 +64,7 @@ def sweep(
     Donor and unpatched recipient run once for all cells that step beside them; a cell forks the recipient at its
     first written step instead of running the tokens before it again. Recipients are never batched: a batched pass
     would be another arithmetic than the one under study. So the time is that of one decode per cell and placebo.
-    Each cell gives the same numbers in whatever order, company or session it runs.
+    Each cell gives the same numbers in whatever order and company it runs.
 
     Parameters
     ----------

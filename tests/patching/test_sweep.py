@@ -1,4 +1,4 @@
-"""`kd.sweep`: each cell's numbers in any order, company, subset and session; its axes; its results file."""
+"""`kd.sweep`: each cell's numbers in any order, company and subset; its axes; its results file."""
 
 import itertools
 import json

@@ -6,6 +6,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import functools
+import importlib.util
+from pathlib import Path
 
 import pytest
 import torch
@@ -64,3 +66,13 @@ def same_bits():
         return x.numel() == 0 or torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
 
     return same
+
+
+@pytest.fixture(scope="session")
+def made():
+    """The module that makes up results of patching; see tests/patching/outcomes_fixture.py."""
+    path = Path(__file__).parent / "patching" / "outcomes_fixture.py"
+    spec = importlib.util.spec_from_file_location("outcomes_fixture", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

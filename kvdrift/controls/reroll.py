@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kvdrift.controls.operators import by_operator
 from kvdrift.controls.weight_copies import WeightCopies
 
 
@@ -292,12 +293,7 @@ def _handlers() -> dict[Any, _Handler]:
             _attention,
         ),
     }
-    handlers: dict[Any, _Handler] = {}
-    for name, handler in named.items():
-        packet, _, overload = name.partition(".")
-        if hasattr(torch.ops.aten, packet):
-            handlers[getattr(getattr(torch.ops.aten, packet), overload or "default")] = handler
-    return handlers
+    return by_operator(named)
 
 
 _HANDLERS = _handlers()

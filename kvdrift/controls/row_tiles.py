@@ -18,6 +18,8 @@ from torch._ops import OpOverload
 from torch.nn.functional import pad
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kvdrift.controls.operators import by_operator
+
 CHUNK = 16384
 """Entries per call of an elementwise operator: a multiple of every vector width, too few to be split over threads."""
 
@@ -303,12 +305,7 @@ def _handlers() -> dict[Any, _Handler]:
         **dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), _norm),
         **dict.fromkeys(("add.Tensor", "add_.Tensor", "sub.Tensor", "sub_.Tensor"), _scaled_addition),
     }
-    handlers: dict[Any, _Handler] = {}
-    for name, handler in named.items():
-        packet, _, overload = name.partition(".")
-        if hasattr(torch.ops.aten, packet):
-            handlers[getattr(getattr(torch.ops.aten, packet), overload or "default")] = handler
-    return handlers
+    return by_operator(named)
 
 
 _HANDLERS = _handlers()

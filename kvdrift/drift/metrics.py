@@ -260,9 +260,7 @@ def kl_divergence(b: Float[Tensor, "*batch vocab"], a: Float[Tensor, "*batch voc
     >>> float(kl_divergence(torch.tensor([0.0, 0.0]), torch.tensor([0.0, 0.0])))
     0.0
     """
-    _check(a, b)
-    if a.ndim == 0 or a.shape[-1] == 0:
-        raise InputError(f"Logits of shape {tuple(a.shape)} given; a vocabulary axis is needed.")
+    _check_logits(a, b)
     if _equal_without_nan(a, b):
         return torch.where(a.amax(-1).isfinite(), _full(a, a.shape[:-1], 0.0), torch.nan)
     x, y = a.double(), b.double()
@@ -295,9 +293,7 @@ def logit_l2(a: Float[Tensor, "*batch vocab"], b: Float[Tensor, "*batch vocab"])
     >>> float(logit_l2(torch.tensor([1.0, 2.0]), torch.tensor([0.0, 1.0])))
     0.0
     """
-    _check(a, b)
-    if a.ndim == 0 or a.shape[-1] == 0:
-        raise InputError(f"Logits of shape {tuple(a.shape)} given; a vocabulary axis is needed.")
+    _check_logits(a, b)
     x, y = a.double(), b.double()
     valid = x.amax(-1).isfinite() & y.amax(-1).isfinite()
     return torch.where(valid, _logit_distances(*_logit_difference(x, y))["logit_l2"], torch.nan)
@@ -316,6 +312,13 @@ def _check(a: Tensor, b: Tensor) -> None:
                 f"A tensor of dtype {tensor.dtype} given; float16, bfloat16, float32 or float64 is needed, "
                 "so convert it first."
             )
+
+
+def _check_logits(a: Tensor, b: Tensor) -> None:
+    """Refuse pairs of logits that cannot be compared, or without a vocabulary."""
+    _check(a, b)
+    if a.ndim == 0 or a.shape[-1] == 0:
+        raise InputError(f"Logits of shape {tuple(a.shape)} given; a vocabulary axis is needed.")
 
 
 def _full(like: Tensor, shape: torch.Size, value: float) -> Float64[Tensor, "..."]:

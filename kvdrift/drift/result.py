@@ -283,14 +283,11 @@ class Drift:
             inner = {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
             control = cls._from_parts(inner, manifest["control"])
 
-        def info(value: dict[str, Any]) -> PathInfo:
-            return PathInfo(**{**value, "controls": tuple(value["controls"])})
-
         return cls(
-            a=info(manifest["a"]),
-            b=info(manifest["b"]),
+            a=PathInfo.from_dict(manifest["a"]),
+            b=PathInfo.from_dict(manifest["b"]),
             architecture=Architecture.from_dict(manifest["architecture"]),
-            prompts=tuple(Prompt(tuple(p["ids"]), tuple(p["tokens"]), p["text"]) for p in manifest["prompts"]),
+            prompts=tuple(map(Prompt.from_dict, manifest["prompts"])),
             arrays={name: x.numpy() for name, x in tensors.items() if not name.startswith(prefix)},
             token_texts={int(token): text for token, text in manifest["token_texts"].items()},
             control=control,

@@ -18,7 +18,7 @@ from kvdrift.patching.schedule import Schedule
 from kvdrift.patching.setup import read
 from kvdrift.patching.spec import Cell, Patch
 from kvdrift.patching.sweep import run_cells
-from kvdrift.patching.words import number
+from kvdrift.patching.words import number, plain
 from kvdrift.paths.cache_off import CacheOff
 from kvdrift.paths.cache_on import CacheOn
 from kvdrift.paths.path import Path
@@ -88,7 +88,7 @@ class PaperPatching:
     def to_dict(self) -> dict[str, Any]:
         """The table and the reading as plain data."""
         rows = self.to_dataframe().to_dict(orient="records")
-        table = [{key: _plain(value) for key, value in row.items()} for row in rows]
+        table = [{key: plain(value) for key, value in row.items()} for row in rows]
         return {"table": table, "reading": self.reading()}
 
     def __repr__(self) -> str:
@@ -290,13 +290,3 @@ def _reading(sweep: Sweep) -> list[str]:
 def _leaves_nothing(sweep: Sweep, cell: int) -> bool:
     """Whether the patched recipient is the unpatched one again, bit for bit, at every counted step."""
     return bool((sweep.values("unchanged", "patched", cell)[0][sweep.counted(cell)] == 1).all())
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, (str, bool)) or value is None:
-        return value
-    if isinstance(value, np.bool_):
-        return bool(value)
-    if isinstance(value, (int, np.integer)):
-        return int(value)
-    return float(value) if math.isfinite(value) else None

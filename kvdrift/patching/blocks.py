@@ -204,4 +204,4 @@ def _at(value: Tensor, heads: Index, rows: Index) -> Tensor:
 def moved(written: Sequence[Tensor], own: Sequence[Tensor]) -> float:
     """L2 norm of everything that was written, minus the recipient's own values."""
     squares = [((w.double() - o.double()) ** 2).sum() for w, o in zip(written, own, strict=True)]
-    return float(torch.stack([square.cpu() for square in squares]).sum().sqrt())
+    return float(torch.stack([square.to(squares[0].device) for square in squares]).sum().sqrt())

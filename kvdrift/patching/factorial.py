@@ -11,6 +11,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from kvdrift.bits import same_bits
+from kvdrift.drift.measure import pad_stack
 from kvdrift.drift.metrics import kl_divergence, logit_l2
 from kvdrift.errors import SiteError
 from kvdrift.models.model import Model
@@ -18,7 +19,6 @@ from kvdrift.patching.blocks import gather
 from kvdrift.patching.factorial_result import METRICS, PAIRS, Factorial
 from kvdrift.patching.moment import Live, Moment
 from kvdrift.patching.noise import generator, nudged
-from kvdrift.patching.outcome import pad
 from kvdrift.patching.setup import Setup, read
 from kvdrift.patching.spec import Patch
 from kvdrift.paths.cache_off import CacheOff
@@ -93,8 +93,7 @@ def factorial(
     with tqdm(total=sum(setup.lengths), desc="factorial", unit="step", disable=not progress) as bar:
         for number in range(len(setup.prompts)):
             found.append(_one_prompt(setup, number, on, off, seed, bar))
-    arrays = {name: pad([rows[name] for rows in found], np.nan) for name in found[0] if name != "fed"}
-    arrays["fed"] = pad([rows["fed"] for rows in found], -1)
+    arrays = {name: pad_stack([rows[name] for rows in found]) for name in found[0]}
     arrays["n_steps"] = np.array([len(rows["fed"]) for rows in found])
     return Factorial(
         off=setup.donor_info,
@@ -115,8 +114,8 @@ def _one_prompt(setup: Setup, number: int, on: Model, off: Model, seed: int, bar
         tap_on.enabled = tap_off.enabled = False
         a = Live(setup.recipient.start(setup.model, ids), tap_on)
         b = Live(setup.donor.start(setup.model, ids), tap_off)
-        writer_on, writer_off = Writer(on, {s: sorted(x) for s, x in every.items()}), None
-        writer_off = writer_on if off is on else Writer(off, writer_on.sites)  # type: ignore[arg-type]
+        writer_on = Writer(on, {site: sorted(layers) for site, layers in every.items()})
+        writer_off = writer_on if off is on else Writer(off, writer_on.sites)
         try:
             for step in range(setup.lengths[number]):
                 token = tokens[-1] if step else None

@@ -142,15 +142,11 @@ class Factorial:
             If the file is missing, truncated, edited or of another kind.
         """
         tensors, manifest = load_tensors(path, "factorial")
-
-        def info(values: dict[str, Any]) -> PathInfo:
-            return PathInfo(**{**values, "controls": tuple(values["controls"])})
-
         return cls(
-            off=info(manifest["off"]),
-            on=info(manifest["on"]),
+            off=PathInfo.from_dict(manifest["off"]),
+            on=PathInfo.from_dict(manifest["on"]),
             architecture=Architecture.from_dict(manifest["architecture"]),
-            prompts=tuple(Prompt(tuple(p["ids"]), tuple(p["tokens"]), p["text"]) for p in manifest["prompts"]),
+            prompts=tuple(map(Prompt.from_dict, manifest["prompts"])),
             arrays={name: x.numpy() for name, x in tensors.items()},
             token_texts={int(token): text for token, text in manifest["token_texts"].items()},
             notes=tuple(manifest["notes"]),

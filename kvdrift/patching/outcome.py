@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -288,10 +287,10 @@ class Outcomes:
         """
         tensors, manifest = load_tensors(path, cls.kind)
         return cls(
-            donor=_path_info(manifest["donor"]),
-            recipient=_path_info(manifest["recipient"]),
+            donor=PathInfo.from_dict(manifest["donor"]),
+            recipient=PathInfo.from_dict(manifest["recipient"]),
             architecture=Architecture.from_dict(manifest["architecture"]),
-            prompts=tuple(Prompt(tuple(p["ids"]), tuple(p["tokens"]), p["text"]) for p in manifest["prompts"]),
+            prompts=tuple(map(Prompt.from_dict, manifest["prompts"])),
             cells=tuple(Cell(c["label"], tuple(map(Patch.from_dict, c["patches"]))) for c in manifest["cells"]),
             arms=tuple(Arm(**arm) for arm in manifest["arms"]),
             arrays={name: x.numpy() for name, x in tensors.items()},
@@ -300,16 +299,3 @@ class Outcomes:
             provenance=manifest["provenance"],
             extra=manifest["extra"],
         )
-
-
-def _path_info(values: dict[str, Any]) -> PathInfo:
-    return PathInfo(**{**values, "controls": tuple(values["controls"])})
-
-
-def pad(rows: Iterable[np.ndarray], fill: float) -> np.ndarray:
-    """Stack arrays that differ in their last axis, filling the shorter ones."""
-    arrays = list(rows)
-    longest = max(x.shape[-1] for x in arrays)
-    return np.stack(
-        [np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, longest - x.shape[-1])], constant_values=fill) for x in arrays]
-    )

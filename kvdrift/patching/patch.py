@@ -9,10 +9,10 @@ import numpy as np
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from kvdrift.errors import InputError
+from kvdrift.drift.measure import pad_stack
 from kvdrift.patching.measure import FLOATS
 from kvdrift.patching.moment import Moment
-from kvdrift.patching.outcome import Arm, pad
+from kvdrift.patching.outcome import Arm
 from kvdrift.patching.result import PatchResult
 from kvdrift.patching.setup import Setup, read
 from kvdrift.patching.spec import Cell, Patch, as_cell
@@ -99,14 +99,10 @@ def patch(
         model, prompts, donor=donor, recipient=recipient, max_new_tokens=max_new_tokens, tokens=tokens,
         chat=chat, progress=progress,
     )  # fmt: skip
-    if not isinstance(placebos, int) or placebos < 0:
-        raise InputError(f"placebos={placebos}: give a whole number, 0 for none.")
     cell = as_cell(patches)
     trajectories = trajectories and setup.follow is None
-    walk = Walk(setup.model, setup.donor, setup.recipient, Plan(placebos, controls, controls, seed))
+    walk = Walk(setup.model, setup.donor, setup.recipient, Plan(placebos, controls, controls, seed), setup.trace(0))
     try:
-        if setup.traces is not None:
-            walk.trace = setup.traces[0]
         arms = [*walk.shared_arms(), *walk.cell_arms(0)]
         for prompt, length in zip(setup.prompts, setup.lengths, strict=True):
             walk.check([cell], len(prompt.ids), length)
@@ -133,8 +129,7 @@ def one_prompt(
     setup: Setup, walk: Walk, number: int, cells: dict[int, Cell], arms: Sequence[Arm], tick: Any = lambda n: None
 ) -> Rows:
     """The arms of some cells over one prompt, on the donor's tokens or those given."""
-    if setup.traces is not None:
-        walk.trace = setup.traces[number]
+    walk.trace = setup.trace(number)
 
     def choose(donor: Moment, patched: Tensor, step: int) -> int:
         return greedy(donor.logits, step) if setup.follow is None else setup.follow[number][step]
@@ -144,8 +139,8 @@ def one_prompt(
 
 def common(setup: Setup, cells: Sequence[Cell], arms: Sequence[Arm], found: Sequence[Rows]) -> dict[str, Any]:
     """The fields that all results share, from the rows of each prompt."""
-    arrays = {name: pad([rows[name] for rows in found], np.nan) for name in FLOATS}
-    arrays |= {name: pad([rows[name] for rows in found], -1) for name in ("top1", "fed", "donor_top1")}
+    names = (*FLOATS, "top1", "fed", "donor_top1")
+    arrays = {name: pad_stack([rows[name] for rows in found]) for name in names}
     arrays["n_steps"] = np.array([len(rows["fed"]) for rows in found])
     ids = np.unique(np.concatenate([arrays[name].ravel() for name in ("top1", "fed", "donor_top1")]))
     return {

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from kvdrift.errors import InputError, SiteError
 from kvdrift.models.load import load
 from kvdrift.models.model import Model
 from kvdrift.patching.spec import PATCH_SITES
-from kvdrift.tracing.seam import AttentionCall, Order, Output, seam
-from kvdrift.tracing.sites import GLOBAL_SITES, HEAD_SITES, parse_sites
-from kvdrift.tracing.tap import first_tensor, hidden
+from kvdrift.tracing.sites import GLOBAL_SITES, parse_sites
+from kvdrift.tracing.writer import SiteEditor
 
 Edit = Tensor | Callable[[Tensor], Tensor]
 """What a site becomes: a tensor, or a function of its value."""
@@ -58,15 +57,20 @@ def patched(model: Any, edits: Mapping[str, Edit]) -> Iterator[None]:
     """
     wrapped = load(model, quiet=True)
     wanted = _edits(wrapped, edits)
-    with ExitStack() as stack:
-        for (site, layer), edit in wanted.items():
-            if site not in HEAD_SITES:
-                _place(stack, wrapped, site, layer, edit)
-        inside = {key: edit for key, edit in wanted.items() if key[0] in HEAD_SITES}
-        if inside:
-            stack.enter_context(seam(wrapped.hf, _Inputs(wrapped, inside)))
-            stack.enter_context(seam(wrapped.hf, _Outputs(wrapped, inside)))
+    with _Edits(wrapped, wanted):
         yield
+
+
+class _Edits(SiteEditor):
+    """Applies what a user gave for each site and layer."""
+
+    def __init__(self, model: Model, edits: Edits) -> None:
+        super().__init__(model, {site: [x for name, x in edits if name == site] for site, _ in edits})
+        self.edits = edits
+
+    def edit(self, site: str, layer: int, own: Tensor) -> Tensor:
+        """The user's tensor or function at work."""
+        return _new(site, own, self.edits[site, layer])
 
 
 def _edits(model: Model, edits: Mapping[str, Edit]) -> Edits:
@@ -84,25 +88,6 @@ def _edits(model: Model, edits: Mapping[str, Edit]) -> Edits:
         for layer in model.coverage.resolve(site, None if site in GLOBAL_SITES else layers):
             found[site, layer] = edit
     return found
-
-
-def _place(stack: ExitStack, model: Model, site: str, layer: int, edit: Edit) -> None:
-    place = model.coverage.places[site][layer]
-
-    def write(own: Tensor) -> None:
-        own.copy_(_new(site, own, edit))
-
-    def before(_: nn.Module, args: Any, kwargs: Any) -> None:
-        write(hidden(args, kwargs))
-
-    def after(_module: nn.Module, _args: Any, output: Any) -> None:
-        write(first_tensor(output))
-
-    if place.kind == "input":
-        handle = place.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-    else:
-        handle = place.module.register_forward_hook(after, prepend=True)
-    stack.callback(handle.remove)
 
 
 def _new(site: str, own: Tensor, edit: Edit) -> Tensor:
@@ -124,35 +109,3 @@ def _new(site: str, own: Tensor, edit: Edit) -> Tensor:
     changed = own.clone()
     changed[..., -1, :] = edit.to(own.device, own.dtype)
     return changed
-
-
-class _Inputs:
-    """The link that changes what the kernel reads."""
-
-    order = Order.WRITE
-
-    def __init__(self, model: Model, edits: Edits) -> None:
-        self.model, self.edits = model, edits
-
-    def __call__(self, call: AttentionCall, proceed: Callable[[AttentionCall], Output]) -> Output:
-        layer = self.model.layer_of[id(call.module)]
-        for site, name in (("q", "query"), ("k", "key"), ("v", "value")):
-            if (site, layer) in self.edits:
-                setattr(call, name, _new(site, getattr(call, name), self.edits[site, layer]))
-        return proceed(call)
-
-
-class _Outputs:
-    """The link that changes what the kernel returns."""
-
-    order = Order.WRITE_OUTPUT
-
-    def __init__(self, model: Model, edits: Edits) -> None:
-        self.model, self.edits = model, edits
-
-    def __call__(self, call: AttentionCall, proceed: Callable[[AttentionCall], Output]) -> Output:
-        output, pattern = proceed(call)
-        edit = self.edits.get(("z", self.model.layer_of[id(call.module)]))
-        if edit is None:
-            return output, pattern
-        return _new("z", output.transpose(1, 2), edit).transpose(1, 2), pattern

@@ -53,6 +53,10 @@ class Setup:
         """Tokens that end a run: none where the tokens were given."""
         return self.model.eos_ids if self.follow is None else frozenset()
 
+    def trace(self, number: int) -> Trace | None:
+        """The recorded donor of a prompt, or None for a live one."""
+        return None if self.traces is None else self.traces[number]
+
     @property
     def donor_info(self) -> PathInfo:
         """How the donor was executed."""

@@ -149,20 +149,16 @@ def run_cells(
 
     ``controlled`` restricts each cell's own controls (``controls="all"``) to these cells.
     """
-    if not isinstance(placebos, int) or placebos < 0:
-        raise InputError(f"placebos={placebos}: give a whole number, 0 for none.")
     if controls not in ("all", "shared", "none"):
         raise InputError(f"controls={controls!r}: choose 'all', 'shared' or 'none'.")
     plan = Plan(placebos, controls != "none", controls == "all", seed, controlled)
-    walk = Walk(setup.model, setup.donor, setup.recipient, plan)
+    walk = Walk(setup.model, setup.donor, setup.recipient, plan, setup.trace(0))
     settings = {"placebos": placebos, "controls": controls, "seed": seed, "controlled": sorted(controlled or ())}
     patches = [[patch.to_dict() for patch in cell.patches] for cell in cells]
     try:
         for prompt, length in zip(setup.prompts, setup.lengths, strict=True):
             walk.check(cells, len(prompt.ids), length)
         ledger = Ledger(results, setup.settings() | settings | {"cells": patches})
-        if setup.traces is not None:
-            walk.trace = setup.traces[0]
         shared = walk.shared_arms()
         found = []
         with tqdm(total=sum(setup.lengths) * len(cells), desc="sweep", unit="step", disable=not progress) as bar:

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvdrift.controls.control import Control
 from kvdrift.controls.precision import cast_copy
 from kvdrift.controls.reroll import ReRoll
-from kvdrift.errors import NonFiniteError, SiteError
+from kvdrift.errors import InputError, NonFiniteError, SiteError
 from kvdrift.models.model import Model
 from kvdrift.patching.blocks import Given, check, gather, layers_of, moved
 from kvdrift.patching.measure import FLOATS, measure
@@ -48,6 +48,11 @@ class Plan:
         Of the noise and the re-rolls.
     only
         The cells that get controls of their own; None for all.
+
+    Raises
+    ------
+    InputError
+        If ``placebos`` is no count.
     """
 
     placebos: int
@@ -55,6 +60,10 @@ class Plan:
     own: bool
     seed: int
     only: frozenset[int] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.placebos, int) or self.placebos < 0:
+            raise InputError(f"placebos={self.placebos}: give a whole number, 0 for none.")
 
 
 @dataclass

@@ -176,7 +176,7 @@ def sweep_dict(sweep: Sweep) -> dict[str, Any]:
         "prompts": len(sweep.prompts),
         "steps": [int(n) for n in sweep.arrays["n_steps"]],
         "over": list(sweep.over),
-        "cells": [{name: _plain(value) for name, value in row.items()} for row in rows],
+        "cells": [{name: plain(value) for name, value in row.items()} for row in rows],
         "notes": list(sweep.notes),
     }
 
@@ -268,7 +268,8 @@ def _finite(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A table's value as JSON can hold it: numpy scalars as Python's, numbers that are not finite as None."""
     if value is None or isinstance(value, (str, bool)):
         return value
     if isinstance(value, np.bool_):

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from kvdrift.tracing.seam import AttentionCall, Order, Output, seam
-from kvdrift.tracing.tap import Values, hidden
+from kvdrift.tracing.tap import Values
+from kvdrift.tracing.writer import Index, SiteEditor
 
 if TYPE_CHECKING:
     from kvdrift.models.model import Model
@@ -18,7 +16,6 @@ if TYPE_CHECKING:
 
 KeyPositions = Callable[[int, int], Sequence[int]]
 """``(layer, n_keys)`` → the absolute position of each key."""
-Index = slice | list[int]
 
 
 def shared_positions(a: Sequence[int], b: Sequence[int], before: int, since: int = 0) -> tuple[Index, Index]:
@@ -50,7 +47,7 @@ def shared_positions(a: Sequence[int], b: Sequence[int], before: int, since: int
     return [slot for slot, _ in pairs], [slot for _, slot in pairs]
 
 
-class Borrow:
+class Borrow(SiteEditor):
     """Makes every block read a donor's inputs during a pass.
 
     At the current position each block's residual input becomes the donor's ``resid_pre``; what the attention
@@ -70,8 +67,6 @@ class Borrow:
         The current position, which stays the recipient's own work.
     """
 
-    order = Order.WRITE
-
     def __init__(
         self,
         model: Model,
@@ -80,40 +75,18 @@ class Borrow:
         own_keys: KeyPositions,
         position: int,
     ) -> None:
-        self.model, self.donor, self.position = model, donor, position
+        inside = donor.get("k", {})
+        super().__init__(model, {"resid_pre": range(len(model.tree.blocks)), "k": inside, "v": inside})
+        self.donor, self.position = donor, position
         self.donor_keys, self.own_keys = donor_keys, own_keys
-        self._stack = ExitStack()
 
-    def __enter__(self) -> Borrow:
-        with ExitStack() as stack:
-            for layer, block in enumerate(self.model.tree.blocks):
-                handle = block.register_forward_pre_hook(self._residual_writer(layer), with_kwargs=True)
-                stack.callback(handle.remove)
-            stack.enter_context(seam(self.model.hf, self))
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def _residual_writer(self, layer: int) -> Callable[[nn.Module, Any, Any], tuple[Any, Any]]:
-        def write(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-            own = hidden(args, kwargs)
-            given = self.donor["resid_pre"][layer].to(own.device)
-            changed = torch.cat([own[:, :-1], given[:, None]], dim=1)
-            if not args:
-                return args, {**kwargs, "hidden_states": changed}
-            return tuple(changed if x is own else x for x in args), kwargs
-
-        return write
-
-    def __call__(self, call: AttentionCall, proceed: Callable[[AttentionCall], Output]) -> Output:
-        """The link in the attention seam: past keys and values become the donor's."""
-        layer = self.model.layer_of[id(call.module)]
-        if layer in self.donor.get("k", {}):
-            call.key = self._past(call.key, self.donor["k"][layer], layer)
-            call.value = self._past(call.value, self.donor["v"][layer], layer)
-        return proceed(call)
+    def edit(self, site: str, layer: int, own: Tensor) -> Tensor:
+        """The donor's residual at the current position, or the past keys and values of the donor."""
+        given = self.donor[site][layer]
+        if site == "resid_pre":
+            own[:, -1] = given.to(own.device)
+            return own
+        return self._past(own, given, layer)
 
     def _past(self, own: Tensor, given: Tensor, layer: int) -> Tensor:
         """``own`` with every position before the current one that both read taken from ``given``."""

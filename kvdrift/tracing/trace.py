@@ -130,7 +130,6 @@ class Trace:
                 if name.startswith(f"layer/{site}/")
             }
             tensors[site] = dict(sorted(by_layer.items())) if by_layer else flat[f"site/{site}"]
-        prompt = manifest["prompt"]
         return cls(
             tensors=tensors,
             coordinates={
@@ -138,8 +137,8 @@ class Trace:
                 for site, axes in manifest["coordinates"].items()
             },
             masks={site: flat[f"valid/{site}"] for site in manifest["coordinates"]},
-            path=PathInfo(**{**manifest["path"], "controls": tuple(manifest["path"]["controls"])}),
-            prompt=Prompt(tuple(prompt["ids"]), tuple(prompt["tokens"]), prompt["text"]),
+            path=PathInfo.from_dict(manifest["path"]),
+            prompt=Prompt.from_dict(manifest["prompt"]),
             fed=tuple(manifest["fed"]),
             architecture=Architecture.from_dict(manifest["architecture"]),
             provenance=manifest["provenance"],

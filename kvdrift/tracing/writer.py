@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor, nn
 
@@ -70,11 +70,11 @@ def write_at(target: Tensor, heads: Index, rows: Index, value: Tensor) -> None:
         target[:, heads, rows] = value
 
 
-class Writer:
-    """Hooks that write blocks during forward passes; without blocks they touch nothing.
+class SiteEditor:
+    """Hooks that hand the value at each of some sites to `edit`, and put what it returns in its place.
 
-    A context manager: the hooks are in place inside it, and between two passes `blocks` may be changed at will.
-    They run before the hooks of a `Tap`, whichever came first, so that a tap sees what was written.
+    A context manager: the hooks are in place inside it. They run before the hooks of a `Tap`, whichever came first,
+    so that a tap sees what was written.
 
     Parameters
     ----------
@@ -82,32 +82,24 @@ class Writer:
         The model to write into.
     sites
         Site → the layers that may be written.
-
-    Attributes
-    ----------
-    position
-        Absolute position of the last token of the pass that runs.
-    keys
-        ``(layer, n_keys)`` → the absolute position of each key that its kernel reads.
     """
 
     order = Order.WRITE
 
-    def __init__(self, model: Model, sites: dict[str, Iterable[int]]) -> None:
+    def __init__(self, model: Model, sites: Mapping[str, Iterable[int]]) -> None:
         self.model = model
         self.sites = {site: tuple(layers) for site, layers in sites.items()}
-        self.position = 0
-        self.keys: Callable[[int, int], Sequence[int]] = lambda layer, n_keys: range(n_keys)
-        self._blocks: dict[tuple[str, int], list[Block]] = {}
         self._stack = ExitStack()
 
-    def load(self, blocks: Iterable[Block]) -> None:
-        """Write these blocks, and nothing else, in the passes that follow."""
-        self._blocks = {}
-        for block in blocks:
-            self._blocks.setdefault((block.site, block.layer), []).append(block)
+    def edit(self, site: str, layer: int, own: Tensor) -> Tensor:
+        """What the value at a site becomes; ``own`` itself where nothing is to change.
 
-    def __enter__(self) -> Writer:
+        ``own`` is ``[batch, row, d_model]`` at residual sites (where it may be changed in place), else
+        ``[batch, head, row, feature]``.
+        """
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
         with ExitStack() as stack:
             for site, layers in self.sites.items():
                 for layer in layers if site not in HEAD_SITES else ():
@@ -125,11 +117,16 @@ class Writer:
     def _place(self, stack: ExitStack, site: str, layer: int) -> None:
         place = self.model.coverage.places[site][layer]
 
+        def write(own: Tensor) -> None:
+            changed = self.edit(site, layer, own)
+            if changed is not own:
+                own.copy_(changed)  # into the stream itself: it has readers that no hook hands a copy
+
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
-            self._residual(site, layer, hidden(args, kwargs))
+            write(hidden(args, kwargs))
 
         def after(_module: nn.Module, _args: Any, output: Any) -> None:
-            self._residual(site, layer, first_tensor(output))
+            write(first_tensor(output))
 
         if place.kind == "input":
             handle = place.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
@@ -137,27 +134,54 @@ class Writer:
             handle = place.module.register_forward_hook(after, prepend=True)
         stack.callback(handle.remove)
 
-    def _residual(self, site: str, layer: int, own: Tensor) -> None:
-        """Write into ``own [1, row, d_model]`` itself: a residual stream has readers that no hook hands a copy."""
-        first = self.position + 1 - own.shape[1]
-        for block in self._blocks.get((site, layer), ()):
-            rows = as_index(shifted(block.positions, -first))
-            own[:, rows] = block.value.to(own.device, own.dtype)
-
     def __call__(self, call: AttentionCall, proceed: Callable[[AttentionCall], Output]) -> Output:
         """The link in the attention seam: write what the kernel is about to read."""
         layer = self.model.layer_of[id(call.module)]
-        call.query = self._written("q", layer, call.query)
-        call.key = self._written("k", layer, call.key)
-        call.value = self._written("v", layer, call.value)
+        for site, name in (("q", "query"), ("k", "key"), ("v", "value")):
+            if layer in self.sites.get(site, ()):
+                setattr(call, name, self.edit(site, layer, getattr(call, name)))
         return proceed(call)
 
-    def _written(self, site: str, layer: int, own: Tensor) -> Tensor:
-        """A copy of ``own [1, head, row, feature]`` with the blocks in it, or itself without any."""
+
+class Writer(SiteEditor):
+    """A site editor that writes blocks; without blocks it touches nothing. They may be changed between two passes.
+
+    Parameters
+    ----------
+    model, sites
+        As `SiteEditor` takes them.
+
+    Attributes
+    ----------
+    position
+        Absolute position of the last token of the pass that runs.
+    keys
+        ``(layer, n_keys)`` → the absolute position of each key that its kernel reads.
+    """
+
+    def __init__(self, model: Model, sites: Mapping[str, Iterable[int]]) -> None:
+        super().__init__(model, sites)
+        self.position = 0
+        self.keys: Callable[[int, int], Sequence[int]] = lambda layer, n_keys: range(n_keys)
+        self._blocks: dict[tuple[str, int], list[Block]] = {}
+
+    def load(self, blocks: Iterable[Block]) -> None:
+        """Write these blocks, and nothing else, in the passes that follow."""
+        self._blocks = {}
+        for block in blocks:
+            self._blocks.setdefault((block.site, block.layer), []).append(block)
+
+    def edit(self, site: str, layer: int, own: Tensor) -> Tensor:
+        """The blocks of this site, written into the residual stream itself or into a copy of what attention reads."""
         blocks = self._blocks.get((site, layer))
         if not blocks:
             return own
-        n_rows = own.shape[2]
+        n_rows = own.shape[-2]
+        if site not in HEAD_SITES:
+            for block in blocks:
+                rows = as_index(shifted(block.positions, n_rows - 1 - self.position))
+                own[:, rows] = block.value.to(own.device, own.dtype)
+            return own
         at = self.keys(layer, n_rows) if site in ("k", "v") else range(self.position + 1 - n_rows, self.position + 1)
         changed = own.clone()
         for block in blocks:
@@ -191,11 +215,14 @@ class _OutputWriter:
 
     order = Order.WRITE_OUTPUT
 
-    def __init__(self, writer: Writer) -> None:
-        self.writer = writer
+    def __init__(self, editor: SiteEditor) -> None:
+        self.editor = editor
 
     def __call__(self, call: AttentionCall, proceed: Callable[[AttentionCall], Output]) -> Output:
         output, pattern = proceed(call)
+        layer = self.editor.model.layer_of[id(call.module)]
+        if layer not in self.editor.sites["z"]:
+            return output, pattern
         own = output.transpose(1, 2)
-        changed = self.writer._written("z", self.writer.model.layer_of[id(call.module)], own)
+        changed = self.editor.edit("z", layer, own)
         return (output if changed is own else changed.transpose(1, 2)), pattern

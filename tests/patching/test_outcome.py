@@ -6,11 +6,12 @@ import math
 import numpy as np
 import pytest
 
+from kvdrift.drift.measure import pad_stack
 from kvdrift.errors import FileError, InputError
 from kvdrift.models.architecture import Architecture, LayerInfo
 from kvdrift.models.labels import PathInfo, Prompt
 from kvdrift.patching.factorial_result import PAIRS, Factorial
-from kvdrift.patching.outcome import Arm, Outcomes, pad
+from kvdrift.patching.outcome import Arm, Outcomes
 from kvdrift.patching.result import PatchResult, Sweep
 from kvdrift.patching.spec import Patch, as_cell
 
@@ -206,7 +207,7 @@ def test_tables_say_what_the_methods_say():
 
 
 def test_pad():
-    padded = pad([np.ones((2, 3)), np.zeros((2, 1))], np.nan)
+    padded = pad_stack([np.ones((2, 3)), np.zeros((2, 1))])
     assert padded.shape == (2, 2, 3)
     assert np.isnan(padded[1, :, 1:]).all()
     assert (padded[0] == 1).all()

@@ -1,8 +1,6 @@
 """Drifts of a tiny model, with texts that would break a careless page."""
 
-import importlib.util
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -42,13 +40,3 @@ def bare() -> Drift:
     """One prompt, residual stream and logits only: several figures have nothing to show."""
     model = load(tiny("llama"), quiet=True)
     return compare(model, [1, 2, 3], sites=["resid_post"], max_new_tokens=3, floor=0, local=False, progress=False)
-
-
-@pytest.fixture(scope="session")
-def made():
-    """The module that makes up results of patching; see tests/patching/outcomes_fixture.py."""
-    path = Path(__file__).parents[1] / "patching" / "outcomes_fixture.py"
-    spec = importlib.util.spec_from_file_location("outcomes_fixture", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module

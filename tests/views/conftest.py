@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -176,13 +174,3 @@ def make_drift():
 @pytest.fixture(scope="session")
 def drift():
     return build()
-
-
-@pytest.fixture(scope="session")
-def made():
-    """The module that makes up results of patching; see tests/patching/outcomes_fixture.py."""
-    path = Path(__file__).parents[1] / "patching" / "outcomes_fixture.py"
-    spec = importlib.util.spec_from_file_location("outcomes_fixture", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module

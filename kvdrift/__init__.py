@@ -5,10 +5,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvdrift import experiments, models, views
+    from kvdrift.controls.attention_backend import SdpaBackend
+    from kvdrift.controls.attention_float32 import AttentionFloat32
     from kvdrift.controls.fixed_shape import FixedShape, fixed_shape
+    from kvdrift.controls.head_float32 import HeadFloat32
+    from kvdrift.controls.layer_cast import LayerCast
+    from kvdrift.controls.matmul_float32 import MatmulFloat32
     from kvdrift.controls.reroll import ReRoll
+    from kvdrift.controls.true_float32 import TrueFloat32
+    from kvdrift.controls.true_float64 import TrueFloat64
     from kvdrift.drift.compare import compare
     from kvdrift.drift.result import Drift
+    from kvdrift.ladder.falsify import falsify
+    from kvdrift.ladder.result import Ladder
     from kvdrift.models.load import load
     from kvdrift.patching.factorial import factorial
     from kvdrift.patching.factorial_result import Factorial
@@ -27,20 +36,31 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 _HOMES = {
+    "AttentionFloat32": "controls.attention_float32",
     "CacheOff": "paths.cache_off",
     "CacheOn": "paths.cache_on",
     "Drift": "drift.result",
     "Factorial": "patching.factorial_result",
     "FixedShape": "controls.fixed_shape",
+    "HeadFloat32": "controls.head_float32",
+    "Ladder": "ladder.result",
+    "LayerCast": "controls.layer_cast",
+    "MatmulFloat32": "controls.matmul_float32",
     "Patch": "patching.spec",
     "PatchResult": "patching.result",
     "ReRoll": "controls.reroll",
     "Schedule": "patching.schedule",
+    "SdpaBackend": "controls.attention_backend",
     "Sweep": "patching.result",
     "Trace": "tracing.trace",
+    "TrueFloat32": "controls.true_float32",
+    "TrueFloat64": "controls.true_float64",
+    "Verdict": "diagnosis.verdict",
     "compare": "drift.compare",
+    "diagnose": "diagnosis.diagnose",
     "experiments": "experiments",
     "factorial": "patching.factorial",
+    "falsify": "ladder.falsify",
     "fixed_shape": "controls.fixed_shape",
     "load": "models.load",
     "models": "models",
@@ -53,20 +73,31 @@ _HOMES = {
     "write_report": "report.write",
 }
 __all__ = [
+    "AttentionFloat32",
     "CacheOff",
     "CacheOn",
     "Drift",
     "Factorial",
     "FixedShape",
+    "HeadFloat32",
+    "Ladder",
+    "LayerCast",
+    "MatmulFloat32",
     "Patch",
     "PatchResult",
     "ReRoll",
     "Schedule",
+    "SdpaBackend",
     "Sweep",
     "Trace",
+    "TrueFloat32",
+    "TrueFloat64",
+    "Verdict",
     "compare",
+    "diagnose",
     "experiments",
     "factorial",
+    "falsify",
     "fixed_shape",
     "load",
     "models",

@@ -13,6 +13,10 @@ class InputError(KvdriftError, ValueError):
     """An argument cannot be used: an empty prompt, an unknown metric, tokens beyond the context."""
 
 
+class StaleCacheError(InputError):
+    """A new run was given a cache that holds tokens of another one."""
+
+
 class ModelError(KvdriftError):
     """The model cannot be loaded or cannot be driven as a decoder language model."""
 

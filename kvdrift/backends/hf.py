@@ -55,7 +55,9 @@ class HFBackend:
         return DynamicCache(config=self.module.config)
 
     @torch.no_grad()
-    def forward(self, ids: Int[Tensor, "1 new"], start: int, cache: Cache | None = None) -> Float[Tensor, vocab]:
+    def forward(
+        self, ids: Int[Tensor, "1 new"], start: int, cache: Cache | None = None, left_padding: int = 0
+    ) -> Float[Tensor, vocab]:
         """One forward pass over ``ids``, which sit at absolute positions ``start, start + 1, …``.
 
         Parameters
@@ -66,6 +68,9 @@ class HFBackend:
             Absolute position of the first of them.
         cache
             The cache to read and to extend, or None to run without one.
+        left_padding
+            How many tokens of padding stand before position 0, at ``-left_padding … -1``; the attention mask hides
+            them.
 
         Returns
         -------
@@ -75,9 +80,11 @@ class HFBackend:
         arguments: dict[str, Any] = {"input_ids": ids, "use_cache": cache is not None}
         if cache is not None:
             arguments[self.cache_argument] = cache
+        end = start + ids.shape[1]
         if self.takes_positions:
-            positions = torch.arange(start, start + ids.shape[1], device=ids.device)
-            arguments["position_ids"] = positions.unsqueeze(0)
+            arguments["position_ids"] = torch.arange(start, end, device=ids.device).clamp(min=0).unsqueeze(0)
+        if left_padding:
+            arguments["attention_mask"] = (torch.arange(-left_padding, end, device=ids.device) >= 0).long().unsqueeze(0)
         if self.takes_logits_to_keep:
             arguments["logits_to_keep"] = 1
         output = self.module(**arguments)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from kvdrift.cli import compare, demo, factorial, models, patch, record, report, sweep
+from kvdrift.cli import compare, demo, diagnose, factorial, falsify, models, patch, record, report, sweep
 from kvdrift.cli.console import INTERRUPTED, NOTHING_WRITTEN, Interrupted, complain
 from kvdrift.errors import KvdriftError
 
@@ -20,10 +20,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(demo.demo)
+app.command()(diagnose.diagnose)
 app.command()(compare.compare)
 app.command()(patch.patch)
 app.command()(sweep.sweep)
 app.command()(factorial.factorial)
+app.command()(falsify.falsify)
 app.command()(record.record)
 app.command()(report.report)
 app.add_typer(models.app, name="models")

@@ -12,7 +12,7 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
 from kvdrift.controls import Control
-from kvdrift.errors import InputError, SiteError
+from kvdrift.errors import InputError, SiteError, StaleCacheError
 from kvdrift.models.load import load
 from kvdrift.paths.execution import Execution
 from kvdrift.paths.path import Step
@@ -36,6 +36,12 @@ class CacheOn:
         Consume the prompt in chunks of so many tokens; at once by default.
     cache
         Makes an empty cache, a new one at every call; by default ``DynamicCache(config=model.config)``.
+    left_padding
+        Tokens of padding before the prompt, hidden by an attention mask, as in a batch with a longer prompt.
+        Positions count from the first real token.
+    lossy
+        What the cache gives up by design (``"keys in 8 bits"``, ``"drops all but 64 keys"``), so that
+        `kvdrift.diagnose` does not take it for a fault; None if nothing.
     controls
         Changes of arithmetic, for example ``ReRoll(0)``.
 
@@ -52,12 +58,16 @@ class CacheOn:
     attn: str | None = None
     prefill_chunk: int | None = None
     cache: Callable[[], Cache] | None = None
+    left_padding: int = 0
+    lossy: str | None = None
     controls: tuple[Control, ...] = ()
     label: str = field(default="cache-ON", kw_only=True)
 
     def __post_init__(self) -> None:
         if self.prefill_chunk is not None and self.prefill_chunk < 1:
             raise InputError(f"prefill_chunk={self.prefill_chunk}: chunks hold at least one token.")
+        if self.left_padding < 0:
+            raise InputError(f"left_padding={self.left_padding}: give a number of tokens, 0 for none.")
         if self.cache is not None and not callable(self.cache):
             raise InputError(
                 f"cache={type(self.cache).__name__}: give a function that makes an empty cache, such as "
@@ -84,22 +94,44 @@ class CacheOnRun:
         self.attn = path.attn
         self.cache = cache
         self._prompt = prompt
-        self._consumed = 0
+        self._consumed = -path.left_padding  # counted in real tokens
         self._key_offsets: dict[int, int] = {}
         self._execution = Execution(model, path.attn, controls)
 
     def step(self, token: int | None = None) -> Step:
         """Prefill (``token=None``, once) or decode one token."""
-        if (token is None) != (self._consumed == 0):
+        if (token is None) != (self._consumed == -self.path.left_padding):
             raise InputError("The first step takes no token, every later one takes the token to consume.")
         if token is None and self._holds_tokens():
-            raise InputError("A new run's cache holds tokens already: cache= must make an empty one at every call.")
+            raise StaleCacheError("a new run's cache holds tokens already: cache= must make an empty one at every call.")
         chunks = self._chunks() if token is None else [[token]]
         for chunk in chunks:
             self._key_offsets = self._offsets(len(chunk))
-            logits = self._execution.forward(chunk, self._consumed, self.cache)
+            logits = self._execution.forward(chunk, self._consumed, self.cache, self.path.left_padding)
             self._consumed += len(chunk)
         return Step(logits, self._consumed - 1)
+
+    def keep_past(self) -> None:
+        """From the start on, keep what a sliding window evicts, so that `crop` can go back past its edge."""
+        self.cache.activate_past_recording()
+
+    def crop(self, n_tokens: int) -> None:
+        """Forget the last ``n_tokens`` consumed, as assisted generation does with tokens that it rejects.
+
+        Raises
+        ------
+        InputError
+            If so many decoded tokens were not consumed, or the cache cannot go back so far.
+        """
+        if not 0 < n_tokens <= self._consumed - len(self._prompt):
+            raise InputError(
+                f"crop({n_tokens}): {max(self._consumed - len(self._prompt), 0)} tokens were consumed after the prompt."
+            )
+        try:
+            self.cache.crop(-n_tokens)
+        except (RuntimeError, NotImplementedError, AttributeError) as error:
+            raise InputError(f"This cache cannot be cropped: {error}") from error
+        self._consumed -= n_tokens
 
     def skip(self, token: int) -> None:
         """Consume a token: the cache needs it, so this is a step."""
@@ -133,7 +165,7 @@ class CacheOnRun:
         if layer >= len(kinds) or type(kinds[layer]) not in (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer):
             kind = type(kinds[layer]).__name__ if layer < len(kinds) else "no cache of its own"
             raise SiteError(f"The entries of layer {layer} ({kind}) cannot be overwritten; use write='read'.")
-        start = int(self.cache.get_mask_sizes(1, layer)[1])
+        start = int(self.cache.get_mask_sizes(1, layer)[1]) - self.path.left_padding
         return range(start, self._consumed)
 
     def overwrite(self, layer: int, name: str, heads: Index, positions: Sequence[int], value: Tensor) -> None:
@@ -174,12 +206,20 @@ class CacheOnRun:
         return any(int(layer.get_seq_length()) > 0 for layer in attention)
 
     def _chunks(self) -> list[list[int]]:
-        size = self.path.prefill_chunk or len(self._prompt)
-        return [self._prompt[i : i + size] for i in range(0, len(self._prompt), size)]
+        tokens = [*self._padding(), *self._prompt]
+        size = self.path.prefill_chunk or len(tokens)
+        return [tokens[i : i + size] for i in range(0, len(tokens), size)]
+
+    def _padding(self) -> list[int]:
+        token = getattr(self.model.hf.config, "pad_token_id", None)
+        return [token or 0] * self.path.left_padding
 
     def key_positions(self, layer: int, n_keys: int) -> Sequence[int]:
-        """Consecutive positions from the offset that the cache gave the mask before the latest pass."""
-        start = self._key_offsets.get(layer, 0)
+        """Consecutive positions from the offset that the cache gave the mask before the latest pass.
+
+        Padding sits at negative ones.
+        """
+        start = self._key_offsets.get(layer, 0) - self.path.left_padding
         return range(start, start + n_keys)
 
     def _offsets(self, queries: int) -> dict[int, int]:

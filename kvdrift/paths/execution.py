@@ -33,14 +33,14 @@ class Execution:
         self.model, self.attn = model, attn
         self._bound: list[Bound] = [control.bind(model.hf) for control in controls]
 
-    def forward(self, tokens: Sequence[int], start: int, cache: Cache | None) -> Tensor:
+    def forward(self, tokens: Sequence[int], start: int, cache: Cache | None, left_padding: int = 0) -> Tensor:
         """Logits ``[vocab]`` after ``tokens`` at positions ``start…``."""
         ids = torch.tensor([list(tokens)], device=self.model.device)
         contexts: list[AbstractContextManager] = [self.model.evaluating(), self.model.backend.attention(self.attn)]
         with ExitStack() as stack:
             for context in [*contexts, *self._bound]:
                 stack.enter_context(context)
-            return self.model.backend.forward(ids, start, cache)
+            return self.model.backend.forward(ids, start, cache, left_padding)
 
     def close(self) -> None:
         """Free what the controls hold."""

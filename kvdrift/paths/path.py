@@ -51,7 +51,7 @@ class Run(Protocol):
     def key_positions(self, layer: int, n_keys: int) -> Sequence[int]:
         """Absolute positions of the ``n_keys`` keys that the kernel of ``layer`` reads in the latest pass.
 
-        Positions beyond the current one are slots that the mask hides (a static cache has them).
+        The mask hides those beyond the current one (free slots of a static cache) and below 0 (left padding).
         """
         ...
 

@@ -206,7 +206,7 @@ class Recording:
         """A pattern with its key axis at absolute positions."""
         keys = run.key_positions(layer, pattern.shape[-1])
         wide = pattern.new_zeros((*pattern.shape[:-1], len(self.coordinates[PATTERN]["key"])))
-        read = [(slot, p) for slot, p in enumerate(keys) if p <= position]
+        read = [(slot, p) for slot, p in enumerate(keys) if 0 <= p <= position]
         slots, places = (torch.tensor(x, device=pattern.device) for x in zip(*read, strict=True))
         return wide.index_copy_(-1, places, pattern.index_select(-1, slots))
 

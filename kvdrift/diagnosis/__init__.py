@@ -1,0 +1,1 @@
+"""Deciding whether two paths compute the same function: a verdict, and the evidence under it."""

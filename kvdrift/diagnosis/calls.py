@@ -1,0 +1,100 @@
+"""Every attention call of both paths: does the native function see the right keys, and compute what it should?"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from kvdrift.diagnosis import attention_witness, visibility
+from kvdrift.diagnosis.evidence import Evidence, Excuse, Finding
+from kvdrift.diagnosis.locate import place
+from kvdrift.diagnosis.lockstep import Moment
+from kvdrift.diagnosis.observe import Call, Snapshot
+from kvdrift.paths.path import Path
+
+if TYPE_CHECKING:
+    from kvdrift.models.model import Model
+
+
+COSTLY = 1 << 16
+"""Calls over more pairs of query and key are examined in one layer of a kind; smaller ones in every layer."""
+
+
+class CallChecks:
+    """Examines the attention calls of every step that it is shown, each distinct call once.
+
+    Parameters
+    ----------
+    model
+        The model that runs.
+    evidence
+        Where findings go.
+    lossy
+        What the path under test declares to give up, or None: keys may then be missing.
+    """
+
+    def __init__(self, model: Model, evidence: Evidence, lossy: str | None) -> None:
+        self.model, self.evidence, self.lossy = model, evidence, lossy
+        self._examined: set[tuple[Any, ...]] = set()
+
+    def __call__(self, moment: Moment, path: Path, snapshot: Snapshot) -> None:
+        """Examine the calls of one step."""
+        for call in snapshot.calls:
+            info = self.model.architecture.layers[call.layer]
+            costly = call.call.query.shape[2] * call.call.key.shape[2] > COSTLY
+            which = (type(call.call.module), info.attention, info.window) if costly else call.layer
+            signature = (path.attn, which, *_signature(call))
+            if signature not in self._examined:
+                self._examined.add(signature)
+                self._examine(moment, path, call)
+
+    def _examine(self, moment: Moment, path: Path, made: Call) -> None:
+        info, call = self.model.architecture.layers[made.layer], made.call
+        where = place(self.model, made.layer, "z")
+        unreadable = visibility.readable(info, call)
+        if unreadable is None:
+            self.evidence.count("visibility")
+            misread = visibility.misread(call, info, made.queries, made.keys)
+            if misread is not None:
+                finding = Finding("visibility", path.label, str(misread), moment, where, self._excuse(misread, call))
+                self.evidence.findings.append(finding)
+        else:
+            self.evidence.note(f"The visibility probe cannot judge layer {made.layer}: {unreadable}.")
+        unreadable = attention_witness.readable(call)
+        if unreadable is None:
+            self.evidence.count("witness")
+            visible = visibility.expected(info, made.queries, made.keys, visibility.is_causal(call))
+            ratio = attention_witness.excess(call, visible, path.attn)
+            if not ratio <= 1:
+                what = f"the attention function is off by {ratio:.3g} times what its rounding can explain"
+                self.evidence.findings.append(Finding("witness", path.label, what, moment, where))
+        else:
+            self.evidence.note(f"The local witness cannot judge the attention of layer {made.layer}: {unreadable}.")
+
+    def _excuse(self, misread: visibility.Misread, call: Any) -> Excuse | None:
+        if misread.extra and not misread.missing and not visibility.is_causal(call):
+            return Excuse("by_design", "the model declares this attention to be bidirectional")
+        if misread.missing and not misread.extra and self.lossy is not None:
+            return Excuse("lossy", self.lossy)
+        return None
+
+
+def _signature(made: Call) -> tuple[Any, ...]:
+    """What a native attention function can tell one call from another by, values aside."""
+    call = made.call
+    plain = sorted(item for item in call.kwargs.items() if isinstance(item[1], (bool, int, float, str)))
+    return (
+        *(part for tensor in (call.query, call.key, call.value) for part in (tensor.shape, tensor.stride())),
+        call.query.dtype,
+        None if not isinstance(call.mask, Tensor) else (call.mask.shape, call.mask.dtype, _digest(call.mask)),
+        tuple(made.queries[:1]),
+        tuple(made.keys[:1]),
+        *plain,
+    )
+
+
+def _digest(mask: Tensor) -> str:
+    values = mask.detach().float().cpu().contiguous().numpy()
+    return hashlib.sha1(values.tobytes(), usedforsecurity=False).hexdigest()

@@ -1,0 +1,191 @@
+"""What the diagnosis runs: prompts at the lengths and in the manners in which caches go wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvdrift.paths.cache_on import CacheOn
+from kvdrift.paths.path import Path
+
+if TYPE_CHECKING:
+    from kvdrift.models.model import Model
+
+SHORT = 5
+"""Tokens of a short prompt: with `STEPS` more, key lengths take every value modulo 16."""
+STEPS = 18
+COST_LIMIT = {"cpu": 3e11, "cuda": 3e13}
+"""Above so many parameters × tokens, a case runs on a tiny twin of the model."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One prompt, run in one manner.
+
+    Attributes
+    ----------
+    name
+        What reasons call it.
+    prompt
+        Token ids.
+    feed
+        Token ids consumed one by one after the prompt; None for ``steps`` tokens that path a chooses greedily.
+    steps
+        How many tokens are consumed after the prompt.
+    a
+        The path under test in the manner of this case (in chunks, left-padded).
+    crop
+        ``(step, n)``: after so many fed tokens the last n are forgotten, and the rest is fed in their place.
+    switch
+        The sequence length from which the model is known to compute another function, in a case around it.
+    """
+
+    name: str
+    prompt: tuple[int, ...]
+    feed: tuple[int, ...] | None
+    steps: int
+    a: Path
+    crop: tuple[int, int] | None = None
+    switch: int | None = None
+
+    @property
+    def n_tokens(self) -> int:
+        """The longest sequence that the case reaches."""
+        return len(self.prompt) + self.steps
+
+
+def default_cases(model: Model, a: Path, seed: int = 0) -> list[Case]:
+    """Prompts of random tokens: short, long, one token, in chunks, left-padded, cropped, around windows and switches.
+
+    Parameters
+    ----------
+    model
+        The model under test.
+    a
+        The path under test. Only a `CacheOn` can be run in chunks, left-padded and cropped.
+    seed
+        Decides the tokens.
+
+    Examples
+    --------
+    >>> import kvdrift as kd
+    >>> model = kd.load(kd.models.tiny("mistral"), quiet=True)
+    >>> [case.name for case in default_cases(model, kd.CacheOn())][:3]
+    ['short prompt', 'one-token prompt', 'long prompt']
+    """
+    make = _Maker(model, a, seed)
+    return [*make.plain(), *make.manners(make.tokens(21)), *lengths(model, a, seed)]
+
+
+def prompt_cases(model: Model, a: Path, prompts: Sequence[Sequence[int]], steps: int, seed: int = 0) -> list[Case]:
+    """A user's prompts, the first of them also in chunks, left-padded and cropped."""
+    names = ["prompt"] if len(prompts) == 1 else [f"prompt {number}" for number in range(len(prompts))]
+    plain = [Case(name, tuple(ids), None, steps, a) for name, ids in zip(names, prompts, strict=True)]
+    make = _Maker(model, a, seed)
+    return [*plain, *make.manners(tuple(prompts[0])), *lengths(model, a, seed)]
+
+
+def lengths(model: Model, a: Path, seed: int = 0) -> list[Case]:
+    """Cases around every window of the model, and around the length at which its rotary embedding switches."""
+    make = _Maker(model, a, seed)
+    windows = sorted({info.window for info in model.architecture.layers if info.window and info.window > 2})
+    cases = [case for window in windows for case in make.window(window)]
+    switch = rope_switch(model.hf.config)
+    if switch is not None:
+        cases.append(replace(make.case("around the RoPE switch", max(switch - 2, 1), 4), switch=switch))
+    return cases
+
+
+def too_costly(model: Model, case: Case, share: float = 1) -> bool:
+    """Whether a case costs more than ``share`` of `COST_LIMIT`; above the whole of it, it is run on a tiny twin."""
+    n_parameters = sum(parameter.numel() for parameter in model.hf.parameters())
+    limit = COST_LIMIT.get(model.device.type, COST_LIMIT["cuda"])
+    return n_parameters * case.n_tokens > share * limit
+
+
+def fits(model: Model, case: Case) -> bool:
+    """Whether the model's context holds a case."""
+    limit = model.architecture.max_positions
+    return limit is None or case.n_tokens <= limit
+
+
+def rope_switch(config: Any) -> int | None:
+    """The sequence length beyond which the rotary embedding changes for all positions (dynamic NTK, LongRoPE).
+
+    Sources: dynamic NTK, transformers #25104; LongRoPE (arXiv 2402.13753), transformers PR #33129.
+
+    Examples
+    --------
+    >>> import kvdrift as kd
+    >>> rope_switch(kd.models.tiny("llama").config) is None
+    True
+    """
+    config = config.get_text_config()
+    for rope in rope_parameters(config):
+        if rope.get("rope_type") in ("dynamic", "longrope"):
+            original = rope.get("original_max_position_embeddings") or getattr(
+                config, "original_max_position_embeddings", None
+            )
+            return int(original or config.max_position_embeddings)
+    return None
+
+
+def rope_parameters(config: Any) -> Iterator[dict[str, Any]]:
+    """The rotary parameters of a config: one set, or one for each kind of layer."""
+    given = getattr(config, "rope_parameters", None) or {}
+    nested = [value for value in given.values() if isinstance(value, dict) and "rope_type" in value]
+    yield from nested or [given]
+
+
+class _Maker:
+    """Makes cases of seeded random tokens."""
+
+    def __init__(self, model: Model, a: Path, seed: int) -> None:
+        self.a = a
+        self.vocab_size = model.vocab_size
+        self.masked = model.architecture.n_heads > 0
+        self.croppable = isinstance(a, CacheOn) and (a.cache is not None or model.backend.new_cache().is_croppable)
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def tokens(self, n: int) -> tuple[int, ...]:
+        return tuple(torch.randint(self.vocab_size, (n,), generator=self._generator).tolist())
+
+    def case(self, name: str, n_prompt: int, steps: int, a: Path | None = None) -> Case:
+        return Case(name, self.tokens(n_prompt), self.tokens(steps), steps, a or self.a)
+
+    def plain(self) -> list[Case]:
+        return [
+            self.case("short prompt", SHORT, STEPS),
+            self.case("one-token prompt", 1, 3),
+            self.case("long prompt", 70, 2),
+        ]
+
+    def manners(self, prompt: tuple[int, ...]) -> list[Case]:
+        """The same prompt in chunks, left-padded, and with decoded tokens taken back."""
+        if not isinstance(self.a, CacheOn):
+            return []
+        feed = self.tokens(7)
+        chunk = max(min(5, len(prompt) - 1), 1)
+        cases = [Case("chunked prefill", prompt, feed[:2], 2, replace(self.a, prefill_chunk=chunk))]
+        if self.masked:  # without attention, a mask is meant for the first pass alone
+            padded = replace(self.a, left_padding=self.a.left_padding + 3)
+            cases.append(Case("left padding", prompt, feed[:2], 2, padded))
+        if self.croppable:
+            cases.append(Case("crop and continue", prompt, feed, 7, self.a, crop=(4, 3)))
+        return cases
+
+    def window(self, window: int) -> list[Case]:
+        """On reaching a window, at twice its length, and in chunks and cropped beyond it."""
+        cases = [
+            self.case(f"on reaching the window of {window}", max(window - 2, 1), 4),
+            self.case(f"beyond the window of {window}", 2 * window, 2),
+        ]
+        if isinstance(self.a, CacheOn):
+            chunked = replace(self.a, prefill_chunk=window // 2 + 1)
+            cases.append(self.case(f"chunked prefill beyond the window of {window}", window + 5, 2, chunked))
+        if self.croppable:
+            cases.append(replace(self.case(f"crop beyond the window of {window}", window + 2, 7), crop=(4, 3)))
+        return cases

@@ -1,0 +1,177 @@
+"""From evidence to a verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+from kvdrift.diagnosis.evidence import Evidence, Finding
+from kvdrift.diagnosis.locate import Where
+from kvdrift.diagnosis.signature import signature
+from kvdrift.diagnosis.verdict import Verdict, VerdictKind
+from kvdrift.paths.path import Path
+
+if TYPE_CHECKING:
+    from kvdrift.models.model import Model
+
+SHOWN = 4
+"""At most so many findings of one check are told; the rest is counted."""
+
+
+def decide(evidence: Evidence, model: Model, a: Path, b: Path) -> Verdict:
+    """Conclude.
+
+    NaN comes first, since nothing can be compared then. What a call reads is exact whatever the arithmetic, so a
+    misread or a stale cache convicts before the repeats are looked at; everything else only convicts if the paths
+    repeat themselves and the control passed its own test.
+
+    Parameters
+    ----------
+    evidence
+        What was found.
+    model, a, b
+        What was looked at.
+    """
+    faults = [finding for finding in evidence.findings if finding.excuse is None]
+    kind = _kind(evidence, faults)
+    told = faults if kind == "bug" else [f for f in evidence.findings if f.excuse is not None and f.excuse.kind == kind]
+    where = evidence.nonfinite[1] if evidence.nonfinite else _where(told)
+    wrong = _wrong(told, evidence, a, b) if kind == "bug" else None
+    return Verdict(
+        kind=kind,
+        model=f"{model.name} · {model.dtype_name} · attn {model.attn}",
+        a=a.label,
+        b=b.label,
+        reasons=tuple(_reasons(evidence, kind, told)),
+        where=where if kind in ("bug", "nonfinite", "lossy", "by_design") else None,
+        signature=signature(told, model.architecture),
+        wrong=wrong,
+        suggestion=_suggestion(kind, where, wrong, told),
+    )
+
+
+def _kind(evidence: Evidence, faults: Sequence[Finding]) -> VerdictKind:
+    if evidence.nonfinite is not None:
+        return "nonfinite"
+    if any(finding.check in ("stale", "visibility") for finding in faults):
+        return "bug"
+    if evidence.repeats:
+        return "nondeterministic"
+    if any(finding.check in ("witness", "operator") for finding in faults):
+        return "bug"
+    if evidence.self_test and evidence.arm_differs and not evidence.not_covered:
+        return "inconclusive"
+    if faults:
+        return "bug"
+    excuses = [finding.excuse.kind for finding in evidence.findings if finding.excuse is not None]
+    if excuses:
+        return "lossy" if "lossy" in excuses else "by_design"
+    if evidence.unsettled:
+        return "inconclusive"
+    return "exact" if evidence.native_equal and evidence.counts.get("native") else "rounding"
+
+
+def _where(findings: Sequence[Finding]) -> Where | None:
+    """The place that the most precise check names: the arm's first difference, else the first conviction's."""
+    placed = [finding for finding in findings if finding.where is not None]
+    arm = [finding for finding in placed if finding.check in ("arm", "past")]
+    return (arm or placed)[0].where if placed else None
+
+
+def _wrong(findings: Sequence[Finding], evidence: Evidence, a: Path, b: Path) -> Literal["a", "b"] | None:
+    """Which path is wrong: the one whose call was convicted, or the one that a third computation leaves alone."""
+    seen = {f.path for f in findings if f.check in ("stale", "visibility", "witness", "past")}
+    if seen and a.label != b.label:
+        if seen == {a.label}:
+            return "a"
+        if seen == {b.label}:
+            return "b"
+    votes = {witness.wrong for witness in evidence.float64 if witness.wrong is not None}
+    return votes.pop() if len(votes) == 1 else None
+
+
+def _reasons(evidence: Evidence, kind: VerdictKind, told: Sequence[Finding]) -> list[str]:
+    reasons: list[str] = []
+    if evidence.nonfinite is not None:
+        return [evidence.nonfinite[0], *evidence.notes]
+    if evidence.repeats:
+        reasons.append(f"Run again over the same tokens, {' and '.join(evidence.repeats)} gave other bits.")
+    elif not any(finding.check == "stale" for finding in told):
+        reasons.append("Each path repeats itself in every bit.")
+    reasons += [f"The control failed its self-test: {failure}." for failure in evidence.self_test[:SHOWN]]
+    if told:
+        for check in dict.fromkeys(finding.check for finding in told):
+            same = [finding for finding in told if finding.check == check]
+            reasons += [f"{_sentence(finding)}" for finding in same[:SHOWN]]
+            if len(same) > SHOWN:
+                reasons.append(f"… and {len(same) - SHOWN} more findings of the same check.")
+            for why in dict.fromkeys(finding.excuse.why for finding in same if finding.excuse is not None):
+                reasons.append(f"This is expected: {why}.")
+    else:
+        reasons += _clean(evidence)
+    reasons += evidence.unsettled[:SHOWN]
+    if evidence.not_covered:
+        layers = ", ".join(map(str, sorted(evidence.not_covered)))
+        why = "; ".join(dict.fromkeys(evidence.not_covered.values()))
+        reasons.append(f"No bitwise promise in layers {layers} ({why}); there the verdict rests on float64.")
+    if evidence.float64:
+        error = max(witness.error for witness in evidence.float64)
+        reasons.append(f"In float64 the paths differ by at most {error:.1g} of the largest logit.")
+    return [*reasons, *evidence.notes]
+
+
+def _clean(evidence: Evidence) -> list[str]:
+    counts = evidence.counts
+    reasons = []
+    if counts.get("visibility"):
+        reasons.append(
+            f"All {counts['visibility']} distinct attention calls see the positions that they should, and no other."
+        )
+    if counts.get("arm") and not evidence.arm_differs:
+        reasons.append(f"In shape-invariant arithmetic the paths agree in every bit at all {counts['arm']} steps.")
+    if counts.get("witness") or counts.get("operators"):
+        reasons.append(
+            f"{counts.get('witness', 0)} attention calls and {counts.get('operators', 0)} kinds of operators stay "
+            "within their rounding bounds against float64."
+        )
+    if counts.get("native"):
+        said = (
+            "no bit differs"
+            if evidence.native_equal
+            else f"logits differ by up to {evidence.native_drift:.1g} of the largest"
+        )
+        reasons.append(f"Natively {said} over {counts['native']} steps.")
+    return reasons
+
+
+def _sentence(finding: Finding) -> str:
+    text = str(finding)
+    return f"{text[0].upper()}{text[1:]}."
+
+
+NEXT: dict[VerdictKind, str] = {
+    "exact": "Nothing to do.",
+    "rounding": "Nothing to mend. kd.compare shows how far it carries; kd.falsify, what higher precision would change.",
+    "lossy": "To measure what the loss costs, kd.compare this path with CacheOff().",
+    "by_design": "Keep to one side of the switch, or expect the difference.",
+    "nonfinite": "Use bfloat16 or float32.",
+    "nondeterministic": "Switch off dropout and non-deterministic kernels, then diagnose again.",
+    "inconclusive": "Diagnose again in float32 on the CPU, or with attn='eager'.",
+}
+
+
+def _suggestion(kind: VerdictKind, where: Where | None, wrong: str | None, told: Sequence[Finding]) -> str:
+    if kind != "bug":
+        return NEXT[kind]
+    checks = {finding.check for finding in told}
+    if "stale" in checks:
+        return "Make a new cache for every prompt."
+    if "generate" in checks and len(checks) == 1:
+        return "Look at prepare_inputs_for_generation: the position ids and the mask that it makes."
+    if checks == {"operator"}:
+        return "Run with another build of PyTorch or another kernel, and report the operator with these shapes."
+    if wrong == "b":
+        return f"The cache-free path is the wrong one; look at {where} in passes without a cache."
+    if "visibility" in checks or checks == {"witness"}:
+        return f"Look at the mask and the attention function of {where}; attn='eager' tells them apart."
+    return f"Look at {where}: record both paths with kd.record and compare what goes in and comes out."

@@ -1,0 +1,56 @@
+"""Differences that are no faults: what a cache declares to give up, and what a model is known to do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from transformers import QuantizedCache
+
+from kvdrift.diagnosis.evidence import Excuse
+from kvdrift.diagnosis.lockstep import Moment
+from kvdrift.paths.cache_on import CacheOn
+from kvdrift.paths.path import Path
+
+if TYPE_CHECKING:
+    from kvdrift.models.model import Model
+
+
+def declared_loss(path: Path) -> str | None:
+    """What a path declares to give up: its ``lossy``, or a quantised cache.
+
+    Examples
+    --------
+    >>> import kvdrift as kd
+    >>> declared_loss(kd.CacheOn(lossy="keys in float16")), declared_loss(kd.CacheOn())
+    ('keys in float16', None)
+    """
+    declared = getattr(path, "lossy", None)
+    if declared:
+        return str(declared)
+    if isinstance(path, CacheOn) and path.cache is not None and isinstance(path.cache(), QuantizedCache):
+        return "the cache is quantised"
+    return None
+
+
+def excuse(moment: Moment, lossy: str | None, bidirectional: bool) -> Excuse | None:
+    """Why two paths may differ at a moment, or None."""
+    if lossy is not None:
+        return Excuse("lossy", lossy)
+    if bidirectional:
+        return Excuse(
+            "by_design", "the model declares its attention to be bidirectional, so every token sees later ones"
+        )
+    switch = moment.case.switch
+    if switch is not None and moment.position + 1 > switch:
+        return Excuse(
+            "by_design",
+            f"beyond {switch} tokens the rotary embedding changes for every position (dynamic NTK or LongRoPE), and "
+            "keys that are cached already keep the old one",
+        )
+    return None
+
+
+def bidirectional(model: Model) -> bool:
+    """Whether the model declares that its attention looks ahead."""
+    modules = [module for module in model.tree.attention_modules if module is not None]
+    return any(getattr(module, "is_causal", True) is False for module in modules)

@@ -1,0 +1,89 @@
+"""`diagnose`: is a difference between two paths rounding, or a fault?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+
+from kvdrift.diagnosis.cases import default_cases, prompt_cases
+from kvdrift.diagnosis.decide import decide
+from kvdrift.diagnosis.gather import Gathering
+from kvdrift.diagnosis.verdict import Verdict
+from kvdrift.models.load import load
+from kvdrift.models.model import as_prompts
+from kvdrift.paths.cache_off import CacheOff
+from kvdrift.paths.cache_on import CacheOn
+from kvdrift.paths.path import Path, check_path
+
+
+def diagnose(
+    model: Any,
+    prompts: Any = None,
+    a: Path | None = None,
+    b: Path | None = None,
+    *,
+    max_new_tokens: int = 16,
+    generate: bool = False,
+    chat: bool = False,
+    seed: int = 0,
+    progress: bool = True,
+) -> Verdict:
+    """Decide whether a difference between two paths is rounding or a fault, without a tolerance on drift.
+
+    In order: (0) each path is run again over the same tokens, and the shape-invariant control tests itself; (1) what
+    the attention function of every call really sees is probed and held against positions and windows; (2) both
+    paths run in shape-invariant arithmetic, where they must agree in every bit; (3) every operator that this
+    arithmetic replaces is held against float64 within its a-priori rounding bound; (4) where (2) cannot promise or
+    the paths disagree, both run in float64.
+
+    Parameters
+    ----------
+    model
+        Anything `kvdrift.load` takes.
+    prompts
+        Text, token ids or a list of those. By default random tokens: short, long and one-token prompts; in chunks,
+        left-padded, cropped and continued; around every window and RoPE switch. The manners and windows are
+        run with prompts of your own too. Lengths that cost too much run on a tiny twin of the model.
+    a, b
+        The path under test and the reference; by default ``CacheOn()`` and ``CacheOff()``.
+    max_new_tokens
+        Tokens after each of your own prompts.
+    generate
+        Also compare ``model.generate()`` with path a: its position ids can differ from those of ``forward``.
+    chat
+        Put text prompts into the chat template.
+    seed
+        Decides the random tokens.
+    progress
+        Show a progress bar.
+
+    Returns
+    -------
+    Verdict
+
+    Raises
+    ------
+    InputError, ModelError
+
+    Examples
+    --------
+    >>> import kvdrift as kd
+    >>> verdict = kd.diagnose(kd.models.tiny("llama"), [1, 2, 3, 4], max_new_tokens=4, progress=False)
+    >>> verdict.kind
+    'rounding'
+    """
+    model = load(model, quiet=not progress)
+    a = CacheOn() if a is None else check_path(a, "a")
+    b = CacheOff() if b is None else check_path(b, "b")
+    if prompts is None:
+        cases = default_cases(model, a, seed)
+    else:
+        encoded = [model.encode(prompt, chat) for prompt in as_prompts(prompts)[0]]
+        for ids in encoded:
+            model.check_length(len(ids), max_new_tokens)
+        cases = prompt_cases(model, a, encoded, max_new_tokens, seed)
+    with torch.no_grad(), tqdm(desc="diagnose", unit="step", disable=not progress) as bar:
+        evidence = Gathering(model, a, b, seed, bar).run(cases, generate)
+    return decide(evidence, model, a, b)

@@ -1,0 +1,109 @@
+"""What the checks found, gathered before anything is concluded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from kvdrift.controls.self_test import Failure
+from kvdrift.diagnosis.float64 import Float64
+from kvdrift.diagnosis.locate import Where
+from kvdrift.diagnosis.lockstep import Moment
+
+Check = Literal["stale", "visibility", "past", "arm", "witness", "operator", "generate"]
+
+
+@dataclass(frozen=True)
+class Excuse:
+    """Why a finding is no fault: the path declares a loss, or the paths are known to differ there."""
+
+    kind: Literal["lossy", "by_design"]
+    why: str
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that ought not to be.
+
+    Attributes
+    ----------
+    check
+        Which check found it.
+    path
+        Label of the path that was seen to do it; of both, joined, where only their disagreement was seen.
+    what
+        A clause about it, to be read after the moment, the path and the place.
+    moment
+        When; None if it has no time.
+    where
+        The place.
+    excuse
+        Why it is no fault, or None.
+    """
+
+    check: Check
+    path: str
+    what: str
+    moment: Moment | None = None
+    where: Where | None = None
+    excuse: Excuse | None = None
+
+    def __str__(self) -> str:
+        when = "" if self.moment is None else f"{self.moment}: "
+        place = "" if self.where is None else f", {self.where}"
+        return f"{when}{self.path}{place}: {self.what}"
+
+
+@dataclass
+class Evidence:
+    """Everything that the verdict rests on.
+
+    Attributes
+    ----------
+    repeats
+        Labels of paths that gave other bits when run again.
+    nonfinite
+        A sentence on the first NaN or infinity, and its place.
+    self_test
+        Failures of the control's own test.
+    not_covered
+        Layers for which the shape-invariant arm promises nothing, with reasons.
+    arm_differs
+        Whether the shape-invariant arm gave other bits in the two paths at any step.
+    findings
+        What ought not to be, in the order found.
+    unsettled
+        Sentences on what could be judged neither a fault nor clean.
+    float64
+        The float64 witness, by case; empty if it was not called.
+    native_equal
+        Whether no bit differed natively at any step that was run.
+    native_drift
+        Largest native difference of logits, relative to the largest logit.
+    notes
+        Cases left out or run on a tiny twin, layers that a check cannot read.
+    counts
+        How much was looked at, by check.
+    """
+
+    repeats: list[str] = field(default_factory=list)
+    nonfinite: tuple[str, Where | None] | None = None
+    self_test: list[Failure] = field(default_factory=list)
+    not_covered: dict[int, str] = field(default_factory=dict)
+    arm_differs: bool = False
+    findings: list[Finding] = field(default_factory=list)
+    unsettled: list[str] = field(default_factory=list)
+    float64: list[Float64] = field(default_factory=list)
+    native_equal: bool = True
+    native_drift: float = 0.0
+    notes: list[str] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
+
+    def note(self, sentence: str) -> None:
+        """Keep a sentence, once."""
+        if sentence not in self.notes:
+            self.notes.append(sentence)
+
+    def count(self, what: str, n: int = 1) -> None:
+        """Add to how much was looked at."""
+        self.counts[what] = self.counts.get(what, 0) + n

@@ -1,0 +1,180 @@
+"""The float64 witness: both paths in a copy with float64 arithmetic, where rounding can no longer hide anything."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache
+
+from kvdrift.bits import same_bits
+from kvdrift.controls.precision import cast_copy, promote_float32
+from kvdrift.diagnosis.cases import Case
+from kvdrift.diagnosis.locate import Where, first_difference, place, within
+from kvdrift.diagnosis.lockstep import Moment, lockstep
+from kvdrift.errors import ModelError
+from kvdrift.models.load import load
+from kvdrift.paths.cache_off import CacheOff
+from kvdrift.paths.cache_on import CacheOn
+from kvdrift.paths.path import Path
+from kvdrift.tracing.trace import free_memory
+
+if TYPE_CHECKING:
+    from kvdrift.models.model import Model
+
+TOLERANCE = 1e-9
+"""Relative to the largest entry: equivalent paths agree to 1e-12 or better, and 1e-9 is far below any fault."""
+
+
+@dataclass(frozen=True)
+class Float64:
+    """What the float64 copy says about one case.
+
+    Attributes
+    ----------
+    case
+        The case.
+    error
+        Largest difference of the logits, relative to the largest logit.
+    moment, where
+        The first step and place that differ beyond `TOLERANCE`; None if none does.
+    wrong
+        Which path left the function that both ought to compute, by a third computation (the whole sequence in one
+        pass, with a cache that nothing is read from); None if that cannot be told.
+    """
+
+    case: Case
+    error: float
+    moment: Moment | None
+    where: Where | None
+    wrong: Literal["a", "b"] | None
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the paths compute the same function."""
+        return self.moment is None
+
+
+def float64_copy(model: Model) -> Model:
+    """A copy of the model in float64, with its experts run one by one.
+
+    Raises
+    ------
+    ModelError
+        If it would not fit in memory, or its weights cannot be cast.
+    """
+    needed = 8 * sum(parameter.numel() for parameter in model.hf.parameters())
+    free = free_memory(model.device)
+    if needed > 0.8 * free:
+        raise ModelError(f"a float64 copy needs {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free")
+    hf = cast_copy(model.hf, torch.float64)
+    if getattr(hf.config, "_experts_implementation", None) not in (None, "eager"):
+        hf.set_experts_implementation("eager")  # grouped products have no float64 kernel
+    return load(hf, quiet=True)
+
+
+def float64_witness(copy: Model, case: Case, b: Path) -> Float64:
+    """Run a case in float64.
+
+    Parameters
+    ----------
+    copy
+        What `float64_copy` made.
+    case, b
+        The case with its path a, and the reference; models of their own are left aside.
+    """
+    controls = (Promote(),)
+    case, b = replace(case, a=_without_model(case.a)), _without_model(b)
+    error, first = 0.0, None
+    for moment, x, y in lockstep(copy, case, b, controls):
+        scale = float(y.logits.abs().max()) or 1.0
+        error = max(error, float((x.logits - y.logits).abs().max()) / scale)
+        key = first_difference(x, y, within(TOLERANCE))
+        if key is not None and first is None:
+            first = moment, place(copy, *key), x.logits, y.logits, _consumed(case, moment)
+    if first is None:
+        return Float64(case, error, None, None, None)
+    moment, where, logits_a, logits_b, tokens = first
+    if tokens is None or type(b) is not CacheOff or type(case.a) is not CacheOn:
+        return Float64(case, error, moment, where, None)
+    return Float64(case, error, moment, where, _wrong(copy, case.a.attn, tokens, logits_a, logits_b))
+
+
+def _wrong(
+    copy: Model, attn: str | None, tokens: list[int], logits_a: Tensor, logits_b: Tensor
+) -> Literal["a", "b"] | None:
+    """Which path is wrong: the other one agrees with the whole sequence in one pass that fills an empty cache.
+
+    A cache that does not hand back what such a pass gives it is wrong by that alone.
+    """
+    run = CacheOn(attn=attn).start(copy, tokens, (Promote(),))
+    faithful = _hands_back(run.cache)
+    whole = run.step().logits
+    run.close()
+    if not all(faithful):
+        return "a"
+    equal = within(TOLERANCE)
+    if equal(whole, logits_a) == equal(whole, logits_b):
+        return None
+    return "b" if equal(whole, logits_a) else "a"
+
+
+def _hands_back(cache: Cache) -> list[bool]:
+    """Watch an empty cache: for each update to come, whether it returns the keys and values that it is given."""
+    found: list[bool] = []
+    update = cache.update
+
+    def watched(key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        given = key.clone(), value.clone()
+        result = update(key, value, *args, **kwargs)
+        found.append(all(same_bits(x, y) for x, y in zip(given, result, strict=False)))
+        return result
+
+    cache.update = watched  # type: ignore[method-assign, assignment] # this run's own cache, thrown away after it
+    return found
+
+
+def _consumed(case: Case, moment: Moment) -> list[int] | None:
+    """The tokens that a step has consumed; None if path a chose them."""
+    if case.feed is None:
+        return list(case.prompt) if moment.step == 0 else None
+    fed = list(case.feed[: moment.step])
+    if case.crop is not None and moment.step > case.crop[0]:
+        at, n_back = case.crop
+        fed = [*case.feed[: at - n_back], *case.feed[at : moment.step]]
+    return [*case.prompt, *fed]
+
+
+def _without_model(path: Path) -> Path:
+    return replace(path, model=None) if isinstance(path, (CacheOn, CacheOff)) else path
+
+
+class Promote:
+    """A control that computes in float64 where a float64 model asks for float32."""
+
+    label = "float32 promoted"
+
+    def bind(self, module: nn.Module) -> _BoundPromote:
+        """Prepare the forward passes of ``module``."""
+        return _BoundPromote()
+
+
+class _BoundPromote:
+    def __init__(self) -> None:
+        self._modes: list[promote_float32] = []
+
+    def __enter__(self) -> Self:
+        self._modes.append(promote_float32())
+        self._modes[-1].__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._modes.pop().__exit__(kind, error, trace)
+
+    def close(self) -> None:
+        """Nothing is kept between two passes."""

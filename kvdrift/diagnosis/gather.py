@@ -1,0 +1,234 @@
+"""Runs every check of a diagnosis and gathers what it finds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from kvdrift.bits import same_bits
+from kvdrift.controls.fixed_shape import FixedShape, not_covered
+from kvdrift.controls.self_test import self_test
+from kvdrift.diagnosis.calls import CallChecks
+from kvdrift.diagnosis.cases import Case, default_cases, fits, too_costly
+from kvdrift.diagnosis.design import declared_loss, excuse
+from kvdrift.diagnosis.evidence import Evidence, Finding
+from kvdrift.diagnosis.generated import differs_from_forward
+from kvdrift.diagnosis.locate import Where, changed_past, first_difference, place
+from kvdrift.diagnosis.lockstep import Moment, lockstep
+from kvdrift.diagnosis.observe import Snapshot, by_uncached_pass
+from kvdrift.diagnosis.operator_witness import OperatorWitness
+from kvdrift.diagnosis.settle import Disagreement, settle
+from kvdrift.diagnosis.twin import twin
+from kvdrift.errors import KvdriftError, ModelError, NotFaithfulError, StaleCacheError
+from kvdrift.paths.path import Path
+from kvdrift.tracing.finite import explain_nonfinite
+
+if TYPE_CHECKING:
+    from kvdrift.models.model import Model
+
+REPEATED_STEPS = 3
+NATIVE_SHARE = 0.1
+"""Up to this share of the cost that sends a case to a twin, it is also run natively (slow in half precision)."""
+SLACK = 16
+"""Slots of the shape-invariant arm beyond the longest sequence, for caches that hold more than they should."""
+
+
+class Gathering:
+    """Gathers the evidence on one model and two paths.
+
+    Parameters
+    ----------
+    model
+        The model for paths that have none of their own.
+    a, b
+        The path under test and the reference.
+    seed
+        Decides random tokens and weights of a twin.
+    bar
+        A progress bar.
+    """
+
+    def __init__(self, model: Model, a: Path, b: Path, seed: int, bar: Any) -> None:
+        self.model, self.a, self.b, self.seed, self.bar = model, a, b, seed, bar
+        self.evidence = Evidence()
+        self.lossy = declared_loss(a) or declared_loss(b)
+        self.checks: dict[int, CallChecks] = {}
+        self.disagreements: list[Disagreement] = []
+
+    def run(self, cases: Sequence[Case], generate: bool) -> Evidence:
+        """Run the checks over ``cases``, the first of which is a plain one.
+
+        Raises
+        ------
+        KvdriftError
+            If the model cannot be observed, or the first case not be run.
+        """
+        evidence = self.evidence
+        if self.model.hf.training:
+            evidence.note("The model was in training mode; it was run in evaluation mode.")
+        if not self._repeat(cases[0]):
+            return evidence
+        try:
+            self.model = by_uncached_pass(self.model)
+        except (ModelError, NotFaithfulError):
+            if evidence.repeats:  # which is why it cannot be traced
+                return evidence
+            raise
+        evidence.not_covered = not_covered(self.model)
+        evidence.self_test = self_test(self.model)
+        placed = self._placed(cases)
+        for model, case in placed:
+            self._run(model, case, optional=case is not cases[0])
+            if evidence.nonfinite is not None:
+                return evidence
+        self._operators(cases[0])
+        if generate:
+            found = differs_from_forward(self.model, self.a, cases[0])
+            evidence.findings += [] if found is None else [found]
+        settle(evidence, self.disagreements, placed, self.b, self.lossy)
+        return evidence
+
+    def _repeat(self, case: Case) -> bool:
+        """Run each path twice; whether anything more can be asked of them."""
+        for path in (self.a, self.b):
+            try:
+                first, again = self._logits(path, case), self._logits(path, case)
+            except StaleCacheError as error:
+                where = Where(None, "the KV cache", "past k")
+                self.evidence.findings.append(Finding("stale", path.label, str(error), where=where))
+                return False
+            if not all(same_bits(x, y) for x, y in zip(first, again, strict=True)):
+                self.evidence.repeats.append(path.label)
+        return True
+
+    def _logits(self, path: Path, case: Case) -> list[Tensor]:
+        """Logits of the first steps, natively and with nothing watching."""
+        run = path.start(self.model, case.prompt)
+        try:
+            logits = [run.step().logits]
+            for step in range(min(REPEATED_STEPS, case.steps)):
+                logits.append(run.step(case.feed[step] if case.feed is not None else step).logits)
+            self.bar.update(len(logits))
+        finally:
+            run.close()
+        return logits
+
+    def _placed(self, cases: Sequence[Case]) -> list[tuple[Model, Case]]:
+        """Each case with the model that runs it: the model itself, or its tiny twin."""
+        for case in cases:
+            if not fits(self.model, case):
+                self.evidence.note(f"Left out: {case.name} exceeds the model's context.")
+        cases = [case for case in cases if fits(self.model, case)]
+        near = [case for case in cases if not too_costly(self.model, case)]
+        far = ", ".join(case.name for case in cases if too_costly(self.model, case))
+        placed = [(self.model, case) for case in near]
+        if far:
+            try:
+                small = twin(self.model, self.seed)
+            except ModelError as error:
+                self.evidence.note(f"Left out as too costly: {far}. {error}.")
+            else:
+                self.evidence.note(f"Run on a tiny twin of the model, since they cost too much: {far}.")
+                known = {case.name for case in near}
+                placed += [(small, case) for case in default_cases(small, self.a, self.seed) if case.name not in known]
+        return placed
+
+    def _run(self, model: Model, case: Case, optional: bool) -> None:
+        """Run a case natively, where that is cheap, and in shape-invariant arithmetic."""
+        try:
+            if not too_costly(model, case, NATIVE_SHARE):
+                self._native(model, case)
+            if self.evidence.nonfinite is None:
+                self._fixed(model, case)
+        except (KvdriftError, RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
+            if not optional:
+                raise
+            said = " ".join(str(error).split()).rstrip(".")
+            self.evidence.note(f"Left out: {case.name} cannot be run ({type(error).__name__}: {said}).")
+
+    def _inspect(self, model: Model) -> CallChecks:
+        return self.checks.setdefault(id(model), CallChecks(model, self.evidence, self.lossy))
+
+    def _native(self, model: Model, case: Case) -> None:
+        for moment, x, y in lockstep(model, case, self.b, (), self._inspect(model)):
+            self.bar.update()
+            if self._nonfinite(model, moment, x, y):
+                return
+            self.evidence.count("native")
+            if first_difference(x, y) is not None:
+                self.evidence.native_equal = False
+            ours, reference = x.logits.double(), y.logits.double()
+            drift = float((ours - reference).abs().max() / reference.abs().max())
+            self.evidence.native_drift = max(self.evidence.native_drift, drift)
+
+    def _fixed(self, model: Model, case: Case) -> None:
+        fixed = (FixedShape(case.n_tokens + SLACK),)
+        before: Snapshot | None = None
+        for moment, x, y in lockstep(model, case, self.b, fixed, self._inspect(model)):
+            self.bar.update()
+            if self._nonfinite(model, moment, x, y):
+                return
+            self.evidence.count("arm")
+            if before is not None and not self.evidence.not_covered:
+                self._past(model, moment, before, x)
+            before = x
+            key = first_difference(x, y)
+            if key is not None:
+                self.evidence.arm_differs = True
+                self.disagreements.append(Disagreement(model, moment, key, _positions(self.b, moment, x, y)))
+
+    def _past(self, model: Model, moment: Moment, before: Snapshot, now: Snapshot) -> None:
+        key = changed_past(before, now)
+        if key is not None:
+            what = "keys or values of earlier positions are no longer what they were one step before"
+            why = excuse(moment, self.lossy, bidirectional=False)
+            self.evidence.findings.append(Finding("past", moment.case.a.label, what, moment, place(model, *key), why))
+
+    def _nonfinite(self, model: Model, moment: Moment, x: Snapshot, y: Snapshot) -> bool:
+        for path, snapshot in ((moment.case.a, x), (self.b, y)):
+            if not snapshot.logits.isfinite().all():
+                sentence = f"{moment}, {path.label}: {explain_nonfinite(model, moment.case.prompt, path.attn)}"
+                self.evidence.nonfinite = (sentence, _first_nonfinite(model, snapshot))
+                return True
+        return False
+
+    def _operators(self, case: Case) -> None:
+        """Hold every native operator of a short run of both paths against float64."""
+        witness = OperatorWitness(self.model.hf)
+        short = replace(case, steps=min(case.steps, 2))
+        for path in (self.a, self.b):
+            with witness:
+                self._logits(path, short)
+        self.evidence.count("operators", len(witness.worst))
+        self.evidence.findings += [
+            Finding("operator", "both paths", str(excess), where=Where(None, excess.module, excess.op))
+            for excess in witness.excesses
+        ]
+        if witness.unchecked:
+            self.evidence.note(f"Operators without a known rounding bound: {', '.join(sorted(witness.unchecked))}.")
+
+
+def _positions(b: Path, moment: Moment, x: Snapshot, y: Snapshot) -> str:
+    """A clause on position ids that are not what they should be; empty if there is nothing to say."""
+    said = [
+        f"the rotary embedding of {path.label} was given position {snapshot.positions[-1]} for {snapshot.position}"
+        for path, snapshot in ((moment.case.a, x), (b, y))
+        if snapshot.positions and snapshot.positions[-1] != snapshot.position
+    ]
+    return " and ".join(said)
+
+
+def _first_nonfinite(model: Model, snapshot: Snapshot) -> Where | None:
+    order = ("resid_pre", "q", "z", "attn_out", "resid_mid", "mlp_out", "resid_post")
+    bad = [
+        (layer, order.index(site))
+        for (layer, site), value in snapshot.rows.items()
+        if site in order and not value[..., -1, :].isfinite().all()
+    ]
+    if not bad:
+        return None
+    layer, site = min(bad)
+    return place(model, layer, order[site])

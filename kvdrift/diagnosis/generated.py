@@ -1,0 +1,55 @@
+"""``model.generate()`` against path a: its position ids and masks can differ from those of ``forward``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvdrift.bits import same_bits
+from kvdrift.controls.fixed_shape import FixedShape
+from kvdrift.diagnosis.cases import Case
+from kvdrift.diagnosis.evidence import Finding
+from kvdrift.diagnosis.lockstep import Moment
+from kvdrift.paths.path import Path
+
+if TYPE_CHECKING:
+    from kvdrift.models.model import Model
+
+NEW_TOKENS = 8
+
+
+def differs_from_forward(model: Model, path: Path, case: Case) -> Finding | None:
+    """Generate greedily, follow the same tokens along ``path``, and compare logits in shape-invariant arithmetic.
+
+    Returns
+    -------
+    Finding or None
+        The first step whose logits have other bits; None if none has.
+    """
+    model = path.model or model
+    control = FixedShape(len(case.prompt) + NEW_TOKENS + 1)
+    ids = torch.tensor([case.prompt], device=model.device)
+    with model.evaluating(), model.backend.attention(path.attn), control.bind(model.hf):
+        output = model.hf.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NEW_TOKENS,
+            min_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            num_beams=1,
+            use_cache=True,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+    tokens = output.sequences[0, len(case.prompt) :].tolist()
+    run = path.start(model, case.prompt, (*path.controls, control))
+    try:
+        for step, logits in enumerate(output.logits):
+            own = run.step(tokens[step - 1] if step else None)
+            if not same_bits(own.logits.float(), logits[0].float()):  # generate() returns them in float32
+                what = "other logits than forward() with explicit positions gives in shape-invariant arithmetic"
+                return Finding("generate", "generate()", what, Moment(case, step, own.position))
+    finally:
+        run.close()
+    return None

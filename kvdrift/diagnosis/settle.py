@@ -1,0 +1,140 @@
+"""What a disagreement of the shape-invariant arm means, with the float64 witness where it is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvdrift.diagnosis.cases import Case
+from kvdrift.diagnosis.design import bidirectional, excuse
+from kvdrift.diagnosis.evidence import Evidence, Finding
+from kvdrift.diagnosis.float64 import Float64, float64_copy, float64_witness
+from kvdrift.diagnosis.locate import Where, place
+from kvdrift.diagnosis.lockstep import Moment
+from kvdrift.errors import KvdriftError
+from kvdrift.paths.path import Path
+
+if TYPE_CHECKING:
+    from kvdrift.models.model import Model
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """A step at which the paths gave other bits in shape-invariant arithmetic.
+
+    Attributes
+    ----------
+    model
+        Which model ran.
+    moment
+        When.
+    key
+        The first layer and site that differ.
+    hint
+        A clause on what else was seen, or empty.
+    """
+
+    model: Model
+    moment: Moment
+    key: tuple[int, str]
+    hint: str = ""
+
+
+def settle(
+    evidence: Evidence,
+    disagreements: Sequence[Disagreement],
+    placed: Sequence[tuple[Model, Case]],
+    b: Path,
+    lossy: str | None,
+) -> None:
+    """Turn disagreements into findings, or into sentences on what stays open.
+
+    A disagreement convicts by itself where the arm promises equality, unless float64 shows that the two paths compute
+    one function. Where the arm promises nothing, float64 alone decides, over every case.
+
+    Parameters
+    ----------
+    evidence
+        Where findings go.
+    disagreements
+        Those of the arm.
+    placed
+        Every case with the model that ran it.
+    b
+        The reference.
+    lossy
+        What a path declares to give up, or None.
+    """
+    uncovered = min(evidence.not_covered, default=None)
+    promised_anywhere = uncovered is None and not evidence.self_test
+    differing = {one.moment.case.name for one in disagreements}
+    todo = [(model, case) for model, case in placed if case.name in differing]
+    if uncovered is not None:
+        todo += [(model, case) for model, case in placed if case.name not in differing]
+    if not todo:
+        return
+    witnesses, missing = _witnesses(todo[:1] if promised_anywhere else todo, b)
+    if promised_anywhere and missing is None and all(witness.agrees for witness in witnesses.values()):
+        more, missing = _witnesses(todo[1:], b)
+        witnesses |= more
+    evidence.float64 = list(witnesses.values())
+    if missing is not None:
+        evidence.note(f"The float64 witness could not be called: {missing}.")
+        if uncovered is not None:
+            evidence.unsettled.append("Layers without a bitwise promise need the float64 witness.")
+
+    judge = _Judge(evidence, b, lossy, bidirectional(placed[0][0]))
+    for one in disagreements:
+        promised = not evidence.self_test and (uncovered is None or one.key[0] < uncovered)
+        judge(one, witnesses.get(one.moment.case.name), promised)
+    for name, witness in witnesses.items():
+        if name not in differing and witness.moment is not None:
+            judge.convict(witness.moment, witness.where, _apart(witness))
+
+
+@dataclass(frozen=True)
+class _Judge:
+    evidence: Evidence
+    b: Path
+    lossy: str | None
+    bidirectional: bool
+
+    def __call__(self, one: Disagreement, witness: Float64 | None, promised: bool) -> None:
+        moment, where = one.moment, place(one.model, *one.key)
+        bits = "other bits in shape-invariant arithmetic"
+        hint = f"; {one.hint}" if one.hint else ""
+        if witness is not None and not witness.agrees:
+            self.convict(moment, where if promised else witness.where, f"{bits}, and {_apart(witness)}{hint}")
+        elif witness is None and promised:
+            self.convict(moment, where, bits + hint)
+        elif witness is None:
+            self.evidence.unsettled.append(f"{moment}: {bits} at {where}, where it promises nothing.")
+        elif promised:
+            self.evidence.unsettled.append(
+                f"{moment}: {bits} at {where}, while the paths agree to {witness.error:.1g} in float64: one of them "
+                "rounds where the other does not (a cast, say), or an operator is not held at one shape."
+            )
+
+    def convict(self, moment: Moment, where: Where | None, what: str) -> None:
+        both = f"{moment.case.a.label} and {self.b.label}"
+        why = excuse(moment, self.lossy, self.bidirectional)
+        self.evidence.findings.append(Finding("arm", both, what, moment, where, why))
+
+
+def _apart(witness: Float64) -> str:
+    return f"float64 differs by {witness.error:.2g} of the largest logit"
+
+
+def _witnesses(todo: Sequence[tuple[Model, Case]], b: Path) -> tuple[dict[str, Float64], str | None]:
+    """The float64 witness of each case by name, and why not all could be called."""
+    copies: dict[int, Model] = {}
+    found: dict[str, Float64] = {}
+    try:
+        for model, case in todo:
+            if id(model) not in copies:
+                copies[id(model)] = float64_copy(model)
+            found[case.name] = float64_witness(copies[id(model)], case, b)
+    except (KvdriftError, RuntimeError, NotImplementedError, ValueError, TypeError) as error:
+        return found, " ".join(str(error).split()).rstrip(".")
+    return found, None

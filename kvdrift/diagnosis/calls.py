@@ -58,8 +58,8 @@ class CallChecks:
             self.evidence.count("visibility")
             misread = visibility.misread(call, info, made.queries, made.keys)
             if misread is not None:
-                finding = Finding("visibility", path.label, str(misread), moment, where, self._excuse(misread, call))
-                self.evidence.findings.append(finding)
+                what, why = str(misread).rstrip("."), self._excuse(misread, call)
+                self.evidence.findings.append(Finding("visibility", path.label, what, moment, where, why))
         else:
             self.evidence.note(f"The visibility probe cannot judge layer {made.layer}: {unreadable}.")
         unreadable = attention_witness.readable(call)

@@ -107,9 +107,9 @@ def too_costly(model: Model, case: Case, share: float = 1) -> bool:
 
 
 def fits(model: Model, case: Case) -> bool:
-    """Whether the model's context holds a case."""
+    """Whether the model's context holds a case; one around a switch is meant to leave it."""
     limit = model.architecture.max_positions
-    return limit is None or case.n_tokens <= limit
+    return limit is None or case.switch is not None or case.n_tokens <= limit
 
 
 def rope_switch(config: Any) -> int | None:
@@ -129,7 +129,8 @@ def rope_switch(config: Any) -> int | None:
             original = rope.get("original_max_position_embeddings") or getattr(
                 config, "original_max_position_embeddings", None
             )
-            return int(original or config.max_position_embeddings)
+            dynamic = rope["rope_type"] == "dynamic"  # grows from the context on, whatever the original one
+            return int(config.max_position_embeddings if dynamic else original or config.max_position_embeddings)
     return None
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 from kvdrift.diagnosis.evidence import Evidence, Finding
-from kvdrift.diagnosis.locate import Where
+from kvdrift.diagnosis.locate import PAST, Where
 from kvdrift.diagnosis.signature import signature
 from kvdrift.diagnosis.verdict import Verdict, VerdictKind
 from kvdrift.paths.path import Path
@@ -14,7 +14,7 @@ from kvdrift.paths.path import Path
 if TYPE_CHECKING:
     from kvdrift.models.model import Model
 
-SHOWN = 4
+SHOWN = 3
 """At most so many findings of one check are told; the rest is counted."""
 
 
@@ -172,6 +172,10 @@ def _suggestion(kind: VerdictKind, where: Where | None, wrong: str | None, told:
         return "Run with another build of PyTorch or another kernel, and report the operator with these shapes."
     if wrong == "b":
         return f"The cache-free path is the wrong one; look at {where} in passes without a cache."
+    if where is not None and where.site in PAST.values():
+        return (
+            f"Look at what the cache stores and returns in layer {where.layer}: kd.record both paths and compare k, v."
+        )
     if "visibility" in checks or checks == {"witness"}:
         return f"Look at the mask and the attention function of {where}; attn='eager' tells them apart."
     return f"Look at {where}: record both paths with kd.record and compare what goes in and comes out."

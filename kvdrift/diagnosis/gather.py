@@ -12,7 +12,7 @@ from kvdrift.bits import same_bits
 from kvdrift.controls.fixed_shape import FixedShape, not_covered
 from kvdrift.controls.self_test import self_test
 from kvdrift.diagnosis.calls import CallChecks
-from kvdrift.diagnosis.cases import Case, default_cases, fits, too_costly
+from kvdrift.diagnosis.cases import Case, default_cases, fits, rope_switch, too_costly
 from kvdrift.diagnosis.design import declared_loss, excuse
 from kvdrift.diagnosis.evidence import Evidence, Finding
 from kvdrift.diagnosis.generated import differs_from_forward
@@ -78,7 +78,7 @@ class Gathering:
                 return evidence
             raise
         evidence.not_covered = not_covered(self.model)
-        evidence.self_test = self_test(self.model)
+        evidence.self_test = self_test(self.model, FixedShape(min(64, rope_switch(self.model.hf.config) or 64)))
         placed = self._placed(cases)
         for model, case in placed:
             self._run(model, case, optional=case is not cases[0])
@@ -214,9 +214,9 @@ class Gathering:
 def _positions(b: Path, moment: Moment, x: Snapshot, y: Snapshot) -> str:
     """A clause on position ids that are not what they should be; empty if there is nothing to say."""
     said = [
-        f"the rotary embedding of {path.label} was given position {snapshot.positions[-1]} for {snapshot.position}"
+        f"the rotary embedding of {path.label} was given position {snapshot.rotary} for {snapshot.position}"
         for path, snapshot in ((moment.case.a, x), (b, y))
-        if snapshot.positions and snapshot.positions[-1] != snapshot.position
+        if snapshot.rotary not in (None, snapshot.position)
     ]
     return " and ".join(said)
 

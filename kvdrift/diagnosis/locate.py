@@ -44,7 +44,7 @@ class Where:
 
     def __str__(self) -> str:
         place = self.module if self.layer is None else f"layer {self.layer}, {self.module}"
-        return f"{place} ({self.site})"
+        return f"{place}, site {self.site}"
 
 
 def place(model: Model, layer: int, site: str) -> Where:
@@ -54,7 +54,7 @@ def place(model: Model, layer: int, site: str) -> Where:
     --------
     >>> import kvdrift as kd
     >>> print(place(kd.load(kd.models.tiny("llama"), quiet=True), 2, "past k"))
-    layer 2, the KV cache (past k)
+    layer 2, the KV cache, site past k
     """
     tree = model.tree
     if site in ("embed", "final_norm", LOGITS):

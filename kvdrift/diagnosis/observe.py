@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvdrift.paths.path import Run
 from kvdrift.tracing.seam import AttentionCall, Order, Output, seam
@@ -62,8 +62,8 @@ class Snapshot:
         ``[vocab]``.
     calls
         The attention calls, in order.
-    positions
-        Position ids that reached the rotary embedding, ``[row]``; empty where the model has none.
+    rotary
+        The position id that reached the rotary embedding for the current position; None where there is none.
     """
 
     position: int
@@ -71,24 +71,32 @@ class Snapshot:
     kv: dict[Key, tuple[Tensor, Sequence[int]]]
     logits: Tensor
     calls: list[Call] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
+    rotary: int | None = None
 
 
 def by_uncached_pass(model: Model) -> Model:
     """The model with the sites inside attention that a pass without a cache shows.
 
-    ``model.coverage`` leaves a layer out whose decoding pass reads other keys than it should. Here that is what is
-    looked for, so the layers are taken from an uncached pass alone: one call each, with one key per token.
+    ``model.coverage`` leaves a layer out whose decoding pass reads other keys than one per token. Where the cache
+    keeps one entry per token this is the very fault that is looked for, so such layers are taken from an uncached
+    pass alone.
     """
     calls = _Calls(model)
     with seam(model.hf, calls), model.evaluating():
         model.backend.forward(torch.zeros((1, 3), dtype=torch.long, device=model.device), 0)
-    made = calls.take()
-    seen = Counter(model.layer_of[id(call.module)] for call in made)
-    short = {model.layer_of[id(call.module)] for call in made if call.key.shape[2] != call.query.shape[2]}
-    layers = tuple(sorted(layer for layer, n in seen.items() if n == 1 and layer not in short))
+    lengths: dict[int, list[int]] = {}
+    for call in calls.take():
+        lengths.setdefault(model.layer_of[id(call.module)], []).append(call.key.shape[2])
+    plain = (DynamicLayer, DynamicSlidingWindowLayer)
+    kept = {layer for layer, kind in enumerate(model.backend.new_cache().layers) if type(kind) in plain}
+    found = {layer for layer, seen in lengths.items() if seen == [3] and layer in kept}
+    coverage = model.coverage
     view = copy.copy(model)
-    view.coverage = replace(model.coverage, attention_layers=layers)
+    view.coverage = replace(
+        coverage,
+        attention_layers=tuple(sorted({*coverage.attention_layers, *found})),
+        table_layers={**coverage.table_layers, **dict.fromkeys(found, True)},
+    )
     return view
 
 
@@ -107,7 +115,7 @@ class Observer:
         sites = dict.fromkeys(site for site in model.coverage.sites if site != PATTERN)
         self._tap = Tap(model, sites, where="all", kv_where="all", keep=True)
         self._calls = _Calls(model)
-        self._rotary = _RotaryPositions(model)
+        self._rotary = _RotaryPosition(model)
 
     def step(self, token: int | None = None) -> Snapshot:
         """One step of the run, observed."""
@@ -175,8 +183,8 @@ class _Calls:
         return found
 
 
-class _RotaryPositions:
-    """Reads the position ids that a model hands to its rotary embedding."""
+class _RotaryPosition:
+    """Reads the last position id that a model hands to its rotary embedding."""
 
     def __init__(self, model: Model) -> None:
         self._modules = [
@@ -185,7 +193,7 @@ class _RotaryPositions:
             if "rotary" in type(module).__name__.lower()
             and "position_ids" in inspect.signature(module.forward).parameters
         ][:1]
-        self._found: list[int] = []
+        self._found: int | None = None
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -199,8 +207,8 @@ class _RotaryPositions:
         given = dict(zip(names, args, strict=False)) | kwargs
         ids = given.get("position_ids")
         if isinstance(ids, Tensor) and ids.ndim == 2:
-            self._found.extend(int(i) for i in ids[0].tolist())
+            self._found = int(ids[0, -1])
 
-    def take(self) -> list[int]:
-        found, self._found = self._found, []
+    def take(self) -> int | None:
+        found, self._found = self._found, None
         return found

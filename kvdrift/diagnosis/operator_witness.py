@@ -76,12 +76,12 @@ class OperatorWitness(TorchDispatchMode):
     at all. Errors are held against, with w the unit roundoff of float32, u that of the result and n the number of
     terms,
 
-    - matrix products: (n + 4) w Σ|a||b| and u of the result (of a sum with a bias: of both summands too);
+    - matrix products: (n + 4) w ‖a‖‖b‖ and u of the result (of a sum with a bias: of both summands too);
     - sums: n w Σ|x| and u; variances alike with the squares; products: n u, norms: n w and u, relatively;
     - softmax: w (n + 48 + 4 |x − max|) and u, relatively; its logarithm so much absolutely;
     - fused norms: what the errors of mean and variance come to, each a sum as above, and u;
-    - elementwise functions: `ULPS` ulp of float32, with the condition number where a formula cancels, and of half
-      precision two roundings.
+    - elementwise functions: `ULPS` ulp of float32, also of the terms that a formula adds up, and two roundings to
+      half precision.
 
     Parameters
     ----------
@@ -233,7 +233,8 @@ def _columns(a: Tensor, b: Tensor, bias: Tensor | None, alpha: float, beta: floa
     for start in range(0, b.shape[-1], size):
         here = (..., slice(start, start + size))
         part = b[here].double()
-        product, magnitude = alpha * (a @ part), abs(alpha) * (a.abs() @ part.abs())
+        product = alpha * (a @ part)
+        magnitude = abs(alpha) * a.norm(dim=-1, keepdim=True) * part.norm(dim=-2, keepdim=True)  # at least Σ|a||b|
         bound = (n + 4) * w * magnitude + n * smallest(result.dtype)
         if bias is None:
             exact = product
@@ -254,9 +255,10 @@ def _sum(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: 
 
 
 def _power(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Iterator[Checked]:
-    """``prod`` and ``cumprod``: every factor is one more rounding."""
-    exact = op(args[0].double(), *_in_float64(args[1:]), **_in_float64(kwargs))
-    yield result, exact, (_terms(args[0], args[1]) + ULPS) * unit(result.dtype) * exact.abs() + TINY
+    """``prod`` and ``cumprod``: every factor is one more rounding, and may carry an underflow on."""
+    x, n, given, named = args[0].double(), _terms(args[0], args[1]), _in_float64(args[1:]), _in_float64(kwargs)
+    exact, carried = op(x, *given, **named), op(x.abs().clamp(min=1), *given, **named)
+    yield result, exact, (n + ULPS) * (unit(result.dtype) * exact.abs() + smallest(result.dtype) * carried) + TINY
 
 
 def _length(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Iterator[Checked]:
@@ -293,7 +295,7 @@ def _softmax(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], resu
     below = x.amax(dim, keepdim=True) - x
     if "log" in op._schema.name:
         exact = x.log_softmax(dim)
-        yield result, exact, _W * (n + EXP_ULPS + 4 * x.abs() + 4 * below) + u * exact.abs()
+        yield result, exact, _W * (n + EXP_ULPS + 4 * x.abs() + 4 * below) + 2 * u * (exact.abs() + below)
     else:
         exact = x.softmax(dim).nan_to_num(nan=0.0) if "safe" in op._schema.name else x.softmax(dim)
         off = _W * (n + EXP_ULPS + 4 * below.clamp(max=200)) + u
@@ -346,17 +348,22 @@ def _elementwise(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     result: Tensor,
-    cancelling: Callable[..., Any] | None = None,
+    terms: Callable[..., Any] | None = None,
+    in_float32: bool = True,
 ) -> Iterator[Checked]:
-    """A function of each entry; ``cancelling`` is the size of the terms that its formula adds up."""
+    """A function of each entry; ``terms`` is the size of what its formula adds up or is sensitive to.
+
+    Kernels compute functions of half precision in float32, but round scalars and terms of sums to it.
+    """
     if not result.is_floating_point():
         return
     given = _in_float64(args)
-    terms = 0.0 if cancelling is None else cancelling(*given, **kwargs)
+    size = 0.0 if terms is None else terms(*given, **kwargs)
     exact = op(*given, **kwargs)  # in place, if it is one, of what is in float64
-    size = exact.abs() + terms
-    rounded = 2 * unit(result.dtype) if result.dtype.itemsize < torch.float32.itemsize else 0.0
-    yield result, exact, 2 * ULPS * _W * size + rounded * exact.abs() + smallest(result.dtype) + TINY
+    bound = 2 * ULPS * _W * (exact.abs() + size) + smallest(result.dtype) + TINY
+    if result.dtype.itemsize < torch.float32.itemsize:
+        bound = bound + 2 * unit(result.dtype) * (exact.abs() + (0.0 if in_float32 else size))
+    yield result, exact, bound
 
 
 def _scaled_addition(
@@ -364,7 +371,11 @@ def _scaled_addition(
 ) -> Iterator[Checked]:
     """``a ± alpha * b``; exact up to one rounding if alpha is 1, so that fixed shape leaves it alone."""
     if kwargs.get("alpha", 1) != 1:
-        yield from _elementwise(op, args, kwargs, result, lambda a, b, alpha: _size(a) + abs(alpha) * _size(b))
+        yield from _elementwise(op, args, kwargs, result, _of_scaled, in_float32=False)
+
+
+def _of_scaled(a: Any, b: Any, alpha: float) -> Any:
+    return _size(a) + abs(alpha) * _size(b)
 
 
 def _size(value: Any) -> Any:
@@ -372,7 +383,7 @@ def _size(value: Any) -> Any:
 
 
 def _of_argument(x: Tensor, *_: Any, **__: Any) -> Tensor:
-    return x.abs()
+    return x.abs() + 1
 
 
 def _of_one(*_: Any, **__: Any) -> float:
@@ -400,15 +411,15 @@ def _of_ends(a: Tensor, b: Tensor, weight: Any) -> Tensor:
 
 # --- which operator follows which rule
 
-_FUNCTIONS: dict[str, Callable[..., Any] | None] = {
-    **dict.fromkeys(("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "rsqrt", "erf", "erfc"), None),
-    **dict.fromkeys(("tanh", "sigmoid", "silu", "softplus", "sinh", "cosh", "atan"), None),
-    **dict.fromkeys(("sin", "cos"), _of_one),
-    **dict.fromkeys(("gelu", "hardswish", "hardsigmoid", "mish", "elu"), lambda x, *_, **__: x.abs() + 1),
-    "pow": _of_exponent,
-    "addcmul": _of_terms,
-    "addcdiv": _of_quotient,
-    "lerp": _of_ends,
+_FUNCTIONS: dict[str, Rule] = {
+    **dict.fromkeys(("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "rsqrt", "erf", "erfc"), _elementwise),
+    **dict.fromkeys(("tanh", "sigmoid", "silu", "softplus", "sinh", "cosh", "atan"), _elementwise),
+    **dict.fromkeys(("sin", "cos"), partial(_elementwise, terms=_of_one)),
+    **dict.fromkeys(("gelu", "hardswish", "hardsigmoid", "mish", "elu"), partial(_elementwise, terms=_of_argument)),
+    "pow": partial(_elementwise, terms=_of_exponent, in_float32=False),
+    "addcmul": partial(_elementwise, terms=_of_terms, in_float32=False),
+    "addcdiv": partial(_elementwise, terms=_of_quotient, in_float32=False),
+    "lerp": partial(_elementwise, terms=_of_ends, in_float32=False),
 }
 
 
@@ -438,8 +449,7 @@ def _rule(op: Any) -> Rule | None:
     known = _RULES.get(op)
     if known is not None or replaced_by_fixed_shape(op) is None:
         return known
-    name = _name(op).removesuffix("_")
-    return partial(_elementwise, cancelling=_FUNCTIONS[name]) if name in _FUNCTIONS else None
+    return _FUNCTIONS.get(_name(op).removesuffix("_"))
 
 
 def _mutable(op: OpOverload) -> bool:

@@ -26,6 +26,8 @@ def signature(findings: Sequence[Finding], architecture: Architecture) -> tuple[
         ``"with left padding"``, ``"after a crop"``, ``"between prompts"``, ``"in generate() alone"``, ``"in … layers
         only"``.
     """
+    if findings and all(finding.check == "generate" for finding in findings):
+        return ("in generate() alone",)
     words: list[str] = []
     if any(finding.check == "stale" for finding in findings):
         words.append("between prompts")
@@ -35,8 +37,6 @@ def signature(findings: Sequence[Finding], architecture: Architecture) -> tuple[
         words += _lengths(plain, architecture)
     else:
         words += dict.fromkeys(manner for finding in timed if (manner := _manner(finding)) is not None)
-    if findings and all(finding.check == "generate" for finding in findings):
-        words.append("in generate() alone")
     return (*words, *_kinds(findings, architecture))
 
 

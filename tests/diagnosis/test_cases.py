@@ -1,0 +1,92 @@
+"""Which cases are run, and the tiny twin for those that cost too much."""
+
+from dataclasses import replace
+
+import pytest
+
+import kvdrift as kd
+from kvdrift.diagnosis.cases import default_cases, fits, prompt_cases, rope_switch, too_costly
+from kvdrift.diagnosis.lockstep import lockstep
+from kvdrift.diagnosis.twin import twin
+
+
+def names(cases):
+    return [case.name for case in cases]
+
+
+def test_default_cases_reach_every_length_that_matters(tiny_model):
+    cases = default_cases(tiny_model("mistral"), kd.CacheOn())
+    short = cases[0]
+    assert {n % 16 for n in range(len(short.prompt), short.n_tokens + 1)} == set(range(16))
+    lengths = {case.name: (len(case.prompt), case.n_tokens) for case in cases}
+    start, end = lengths["on reaching the window of 8"]
+    assert {7, 8, 9} <= set(range(start, end + 1))
+    assert lengths["beyond the window of 8"][0] == 16
+    assert len({case.prompt for case in cases}) == len(cases) - 2  # the three manners share one
+
+
+def test_manners_are_made_of_the_path_under_test(tiny_model):
+    path = kd.CacheOn(attn="eager")
+    cases = {case.name: case for case in default_cases(tiny_model("llama"), path)}
+    assert cases["chunked prefill"].a == replace(path, prefill_chunk=5)
+    assert cases["left padding"].a == replace(path, left_padding=3)
+    assert cases["crop and continue"].crop == (4, 3)
+    assert "chunked prefill" not in names(default_cases(tiny_model("llama"), kd.CacheOff()))
+
+
+def test_own_prompts_come_first_and_keep_their_manners(tiny_model):
+    cases = prompt_cases(tiny_model("llama"), kd.CacheOn(), [[1, 2, 3], [4, 5]], steps=3)
+    assert names(cases) == ["prompt 0", "prompt 1", "chunked prefill", "left padding", "crop and continue"]
+    assert cases[0].feed is None
+    assert all(case.prompt == (1, 2, 3) for case in cases[2:])
+
+
+def test_recurrent_models_are_not_padded_nor_cropped(tiny_model):
+    assert names(default_cases(tiny_model("mamba"), kd.CacheOn()))[-1] == "chunked prefill"
+
+
+@pytest.mark.parametrize(
+    ("rope", "expected"),
+    [
+        ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, 256),
+        ({"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}, None),
+        ({"rope_type": "default", "rope_theta": 1e4}, None),
+    ],
+)
+def test_rope_switch(rope, expected):
+    assert rope_switch(kd.models.tiny("llama", rope_parameters=rope).config) == expected
+
+
+def test_cost_and_context(tiny_model):
+    model = tiny_model("llama")
+    case = default_cases(model, kd.CacheOn())[0]
+    assert fits(model, case)
+    assert not fits(model, replace(case, steps=300))
+    assert not too_costly(model, case)
+    assert too_costly(model, replace(case, steps=10**6))
+    assert too_costly(model, case, share=1e-6)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gpt-oss", "mistral", "gpt2", "mixtral"])
+def test_a_twin_has_every_kind_of_layer(family):
+    model = kd.load(
+        kd.models.tiny(family, **({"sliding_window": 64} if family in ("mistral", "gemma3") else {})), quiet=True
+    )
+    small = twin(model)
+    kinds = {info.attention for info in model.architecture.layers}
+    assert {info.attention for info in small.architecture.layers} == kinds
+    assert type(small.hf) is type(model.hf)
+    assert all(info.window in (None, 8) for info in small.architecture.layers)
+    assert small.dtype == model.dtype
+    assert model.architecture.layers[0].window in (None, 8, 64)  # the model's own config is left alone
+
+
+def test_lockstep_steps_both_paths_on_the_same_tokens(tiny_model):
+    model = tiny_model("llama")
+    for case in default_cases(model, kd.CacheOn())[:6]:
+        steps = [(moment.step, x.position, y.position) for moment, x, y in lockstep(model, case, kd.CacheOff(), ())]
+        assert all(x == y for _, x, y in steps)
+        first = case.crop[0] + 1 if case.crop else 0
+        assert [step for step, _, _ in steps] == list(range(first, case.steps + 1))
+        last = case.n_tokens - 1 - (case.crop[1] if case.crop else 0)
+        assert steps[-1][1] == last

@@ -1,0 +1,219 @@
+"""The verdict on whole models: clean ones, and one of each kind that is not rounding. Faults: test_confusion.py."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+from transformers import DynamicCache
+
+import kvdrift as kd
+from kvdrift.diagnosis import cases, gather
+from kvdrift.errors import InputError
+from kvdrift.testing import assert_cache_equivalent
+
+PROMPT = [5, 9, 100, 33, 7, 8, 250, 301, 12, 44, 17, 61]
+
+
+def diagnose(model, prompts=PROMPT, **options):
+    return kd.diagnose(model, prompts, max_new_tokens=3, progress=False, **options)
+
+
+def small(family="llama", dtype=torch.float32, **overrides):
+    return kd.models.tiny(family, dtype=dtype, num_hidden_layers=2, **overrides)
+
+
+@contextmanager
+def hooked(handle):
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_clean_models_are_rounding_or_exact(family, dtype, hooks):
+    model = small(family, dtype)
+    verdict = kd.diagnose(model, progress=False)
+    assert verdict.equivalent, str(verdict)
+    assert verdict.exit_code == 0
+    assert verdict.where is None
+    assert verdict.wrong is None
+    assert any("agree in every bit" in reason for reason in verdict.reasons)
+    assert any("rounding bounds" in reason for reason in verdict.reasons)
+    assert not hooks(model)
+
+
+def test_a_path_against_itself_is_exact():
+    assert diagnose(small(), a=kd.CacheOff(), b=kd.CacheOff()).kind == "exact"
+
+
+@pytest.mark.parametrize("family", ["falcon", "lfm2"])
+def test_without_a_bitwise_promise_float64_decides_and_the_verdict_says_so(family):
+    verdict = diagnose(kd.models.tiny(family))
+    assert verdict.equivalent, str(verdict)
+    assert any("No bitwise promise in layers 0" in reason for reason in verdict.reasons)
+    assert any("In float64 the paths differ by at most" in reason for reason in verdict.reasons)
+
+
+def test_dynamic_ntk_is_by_design_beyond_its_switch():
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    verdict = diagnose(small(rope_parameters=rope, max_position_embeddings=40))
+    assert verdict.kind == "by_design", str(verdict)
+    assert verdict.signature == ("at a length switch",)
+
+
+def test_longrope_is_by_design_beyond_its_switch():
+    rope = {
+        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 16, "long_factor": [4.0] * 16,
+        "factor": 4.0, "original_max_position_embeddings": 40,
+    }  # fmt: skip
+    model = small(rope_parameters=rope, max_position_embeddings=160, initializer_range=0.08)
+    verdict = diagnose(model)
+    assert verdict.kind == "by_design", str(verdict)
+    assert "at a length switch" in verdict.signature
+    assert any("This is expected: beyond 40 tokens" in reason for reason in verdict.reasons)
+
+
+def test_what_differs_before_the_switch_has_no_excuse():
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    model = small(rope_parameters=rope, max_position_embeddings=40)
+    verdict = diagnose(model, a=kd.CacheOn(cache=Coarse))
+    assert verdict.kind == "bug"
+
+
+class Coarse(DynamicCache):
+    """Keeps keys in 8 bits of mantissa."""
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        return super().update(key_states.bfloat16().to(key_states.dtype), value_states, *args, **kwargs)
+
+
+def test_a_loss_is_a_bug_unless_it_is_declared():
+    model = small()
+    undeclared = diagnose(model, a=kd.CacheOn(cache=Coarse))
+    assert undeclared.kind == "bug"
+    assert undeclared.wrong == "a"
+    declared = diagnose(model, a=kd.CacheOn(cache=Coarse, lossy="keys in bfloat16"))
+    assert declared.kind == "lossy"
+    assert "This is expected: keys in bfloat16." in declared.reasons
+    assert diagnose(model, a=kd.CacheOn(lossy="nothing, as it turns out")).equivalent
+
+
+def test_dropout_is_nondeterministic():
+    model = small()
+    noisy = nn.Dropout(0.1)
+    noisy.train()
+    handle = model.model.layers[0].register_forward_hook(
+        lambda _m, _a, out: nn.functional.dropout(out, 0.1, training=True)
+    )
+    with hooked(handle):
+        verdict = diagnose(model)
+    assert verdict.kind == "nondeterministic", str(verdict)
+    assert verdict.exit_code == 1
+
+
+def test_training_mode_is_put_aside_and_told():
+    model = small()
+    model.train()
+    verdict = diagnose(model)
+    assert verdict.equivalent
+    assert any("training mode" in reason for reason in verdict.reasons)
+    assert model.training
+
+
+def test_nan_weights_are_nonfinite_with_their_name():
+    model = small()
+    model.model.layers[1].mlp.down_proj.weight[0, 0] = float("nan")
+    verdict = diagnose(model)
+    assert verdict.kind == "nonfinite"
+    assert "model.layers.1.mlp.down_proj.weight" in verdict.reasons[0]
+    assert verdict.where.layer == 1
+
+
+def test_overflow_is_nonfinite_with_its_layer():
+    model = small(dtype=torch.float16)
+    model.model.layers[1].mlp.down_proj.weight.mul_(3e4)
+    verdict = diagnose(model)
+    assert verdict.kind == "nonfinite"
+    assert "layer 1" in verdict.reasons[0]
+
+
+def test_a_shared_cache_is_stale():
+    cache = DynamicCache()
+    verdict = diagnose(small(), a=kd.CacheOn(cache=lambda: cache))
+    assert verdict.kind == "bug"
+    assert "between prompts" in verdict.signature
+    assert verdict.suggestion == "Make a new cache for every prompt."
+
+
+def test_a_failed_self_test_convicts_nobody(monkeypatch):
+    from kvdrift.controls.self_test import Failure
+
+    monkeypatch.setattr(
+        gather, "self_test", lambda model, control: [Failure("operator", "mm of [16, 16]", "rows differ")]
+    )
+    verdict = diagnose(small(), a=kd.CacheOn(cache=Coarse))
+    assert verdict.kind == "inconclusive"
+    assert verdict.exit_code == 2
+    assert any("failed its self-test: mm" in reason for reason in verdict.reasons)
+
+
+def test_generate_is_held_against_forward():
+    model = small()
+    assert diagnose(model, generate=True).equivalent
+    prepare = type(model).prepare_inputs_for_generation
+
+    def shifted(self, *args, **kwargs):
+        inputs = prepare(self, *args, **kwargs)
+        if inputs.get("position_ids") is not None and inputs["position_ids"].shape[-1] == 1:
+            inputs["position_ids"] = inputs["position_ids"] + 1
+        return inputs
+
+    try:
+        type(model).prepare_inputs_for_generation = shifted
+        verdict = diagnose(model, generate=True)
+    finally:
+        type(model).prepare_inputs_for_generation = prepare
+    assert verdict.kind == "bug"
+    assert verdict.signature == ("in generate() alone",)
+
+
+def test_costly_lengths_run_on_a_tiny_twin(monkeypatch):
+    model = kd.models.tiny("mistral", num_hidden_layers=2, sliding_window=64)
+    n_parameters = sum(p.numel() for p in model.parameters())
+    monkeypatch.setitem(cases.COST_LIMIT, "cpu", n_parameters * 40)
+    verdict = diagnose(model)
+    assert verdict.equivalent, str(verdict)
+    assert any("on a tiny twin" in reason and "the window of 64" in reason for reason in verdict.reasons)
+
+
+def test_what_has_no_room_is_left_out_and_told():
+    verdict = diagnose(small(max_position_embeddings=24), prompts=[1, 2, 3])
+    assert verdict.equivalent
+    narrow = kd.diagnose(small(max_position_embeddings=48), progress=False)
+    assert any("long prompt exceeds the model's context" in reason for reason in narrow.reasons)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [({"prompts": []}, "empty"), ({"prompts": [[400]]}, "outside the vocabulary"), ({"a": "ON"}, "a='ON' is no path")],
+)
+def test_bad_input_is_refused(arguments, error):
+    with pytest.raises(InputError, match=error):
+        diagnose(small(), **arguments)
+
+
+@pytest.mark.parametrize("prompts", [[7], [7, 8, 9, 10, 11]])
+def test_short_prompts(prompts):
+    assert diagnose(small(), prompts).equivalent
+
+
+def test_assert_cache_equivalent():
+    model = small()
+    assert assert_cache_equivalent(model, PROMPT, max_new_tokens=2).kind == "rounding"
+    with pytest.raises(AssertionError, match="BUG: the two paths compute different functions"):
+        assert_cache_equivalent(model, PROMPT, a=kd.CacheOn(cache=Coarse))
+    lossy = kd.CacheOn(cache=Coarse, lossy="keys in bfloat16")
+    assert assert_cache_equivalent(model, PROMPT, a=lossy, allow=("lossy",)).kind == "lossy"

@@ -1,0 +1,83 @@
+"""Left padding and taking decoded tokens back: the two other manners in which caches are used."""
+
+import pytest
+import torch
+
+import kvdrift as kd
+from kvdrift.controls.fixed_shape import FixedShape
+from kvdrift.errors import InputError
+
+PROMPT = [5, 9, 100, 33, 7, 8, 250, 301, 12, 44, 17, 61]  # longer than the windows of 8
+FAMILIES = ("llama", "mistral", "gemma3", "gpt2", "gpt-oss", "deepseek-v3")
+
+
+@pytest.mark.parametrize("chunk", [None, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_padded_prompt_gives_the_bits_of_the_plain_one_in_shape_invariant_arithmetic(family, chunk, tiny_model):
+    model, fixed = tiny_model(family), (FixedShape(32),)
+    padded = kd.CacheOn(left_padding=3, prefill_chunk=chunk, controls=fixed)
+    drift = kd.compare(
+        model, PROMPT, a=padded, b=kd.CacheOff(controls=fixed), max_new_tokens=4, floor=0, local=False, progress=False
+    )
+    assert float(drift.values("logits", "logit_max").max()) == 0
+    assert float(drift.values("k", "max_abs").max()) == 0
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@torch.no_grad()
+def test_padding_is_what_a_batch_passes(family, tiny_model):
+    """The same pass written by hand: zeros in the mask, positions from the first real token."""
+    model = tiny_model(family)
+    run = kd.CacheOn(left_padding=2).start(model, PROMPT)
+    step = run.step()
+    n = len(PROMPT)
+    by_hand = model.hf(
+        torch.tensor([[0, 0, *PROMPT]]),
+        attention_mask=torch.tensor([[0, 0] + [1] * n]),
+        position_ids=torch.tensor([[0, 0, *range(n)]]),
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    assert torch.equal(step.logits, by_hand.logits[0, -1])
+    assert step.position == n - 1
+    assert list(run.key_positions(0, n + 2)) == list(range(-2, n))
+
+
+def test_recorded_keys_leave_padding_out(tiny_model):
+    model = tiny_model("llama")
+    path = kd.CacheOn(left_padding=3)
+    padded = kd.record(model, PROMPT, path=path, sites=["k"], positions="all", max_new_tokens=2, progress=False)
+    plain = kd.record(model, PROMPT, sites=["k"], positions="all", max_new_tokens=2, progress=False)
+    assert padded["k"].shape == plain["k"].shape
+    torch.testing.assert_close(padded["k"], plain["k"], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_after_a_crop_the_run_continues_as_if_it_had_never_been_there(family, tiny_model):
+    model, fixed = tiny_model(family), (FixedShape(32),)
+    run = kd.CacheOn(controls=fixed).start(model, PROMPT)
+    run.keep_past()
+    run.step()
+    for token in (1, 2, 3, 4):
+        run.step(token)
+    run.crop(3)
+    step = run.step(9)
+    plain = kd.CacheOff(controls=fixed).start(model, [*PROMPT, 1, 9]).step()
+    assert step.position == len(PROMPT) + 1
+    assert torch.equal(step.logits, plain.logits)
+
+
+def test_what_cannot_be_taken_back_is_refused(tiny_model):
+    run = kd.CacheOn().start(tiny_model("llama"), PROMPT)
+    run.step()
+    run.step(1)
+    for n in (0, 2, -1):
+        with pytest.raises(InputError, match="1 tokens were consumed after the prompt"):
+            run.crop(n)
+    windowed = kd.CacheOn().start(tiny_model("mistral"), PROMPT)
+    windowed.step()
+    windowed.step(1)
+    with pytest.raises(InputError, match="cannot be cropped"):
+        windowed.crop(1)
+    with pytest.raises(InputError, match="left_padding"):
+        kd.CacheOn(left_padding=-1)

@@ -76,3 +76,13 @@ def made():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="session")
+def made_ladder():
+    """The module that makes up precision ladders; see tests/ladder/ladder_fixture.py."""
+    path = Path(__file__).parent / "ladder" / "ladder_fixture.py"
+    spec = importlib.util.spec_from_file_location("ladder_fixture", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

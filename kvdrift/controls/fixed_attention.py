@@ -25,9 +25,9 @@ class FixedAttention:
     Queries are cut into tiles at multiples of ``tile`` of their absolute position. Keys and values are put at
     their absolute positions into ``max_length`` slots (rounded up to whole tiles), zeros elsewhere; positions count
     from the first token that is not left padding, if there is one sequence or all are padded alike. The mask is
-    read as the model gives it, and hides every slot beside; a mask that is None is rebuilt from the positions and
-    the layer's window. The function that runs is the model's own eager attention, with everything else that the
-    model passes to it: scaling, soft-cap, sinks.
+    read as the model gives it, and hides every slot beside; a mask that is None is rebuilt from the positions. The
+    function that runs is the model's own eager attention, with everything else that the model passes to it: scaling,
+    soft-cap, sinks.
 
     Parameters
     ----------
@@ -47,9 +47,11 @@ class FixedAttention:
         self.padding = 0
         self.layers = {
             id(part): layer
-            for layer, module in enumerate(model.tree.attention_modules)
+            for layer, (block, module) in enumerate(zip(model.tree.blocks, model.tree.attention_modules, strict=True))
             if module is not None
-            for part in module.modules()
+            for alike in block.modules()  # a block may hold two
+            if type(alike) is type(module)
+            for part in alike.modules()
         }
 
     def before_pass(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -122,7 +124,7 @@ class FixedAttention:
         """The mask of the keys ``read``, in numbers to be added: ``[batch, head, query, key]``."""
         given, device = call.mask, call.query.device
         if given is None:
-            visible = self._visible(call, layer, queries, keys).to(device)[None, None]
+            visible = self._visible(call, queries, keys).to(device)[None, None]
         elif not isinstance(given, Tensor) or given.dim() != 4:
             raise ModelError(
                 f"Layer {layer} is given its mask as {type(given).__name__}, which fixed shape cannot read; run it "
@@ -135,16 +137,19 @@ class FixedAttention:
         hidden = torch.finfo(call.query.dtype).min
         return torch.zeros(visible.shape, dtype=call.query.dtype, device=device).masked_fill_(~visible, hidden)
 
-    def _visible(self, call: AttentionCall, layer: int, queries: range, keys: range) -> Tensor:
-        """Which keys each query sees by its position and the layer's window: bool ``[query, key]``."""
+    def _visible(self, call: AttentionCall, queries: range, keys: range) -> Tensor:
+        """Which keys each query sees where no mask says so: bool ``[query, key]``.
+
+        Those up to its own position. A window hides others only in flash attention, which is told of it; other
+        kernels know no window but that of a mask.
+        """
         at = torch.tensor(list(keys))
         causal = call.kwargs.get("is_causal")
         if not (getattr(call.module, "is_causal", True) if causal is None else causal):
             return (at < queries.stop).expand(len(queries), -1)
-        info = self.model.architecture.layers[layer]
         last = torch.tensor(list(queries))[:, None]
-        first = torch.tensor([info.first_seen(position) for position in queries])[:, None]
-        return (at <= last) & (at >= first)
+        window = call.kwargs.get("sliding_window") if "flash" in self.model.attn else None
+        return (at <= last) & (at > last - (window or queries.stop))
 
 
 def _has_keys(name: str, given: Tensor, call: AttentionCall) -> bool:

@@ -168,14 +168,15 @@ def not_covered(model: Any) -> dict[int, str]:
     cache = model.backend.new_cache().layers
     for layer, module in enumerate(model.tree.attention_modules):
         kind = model.architecture.layers[layer].attention
-        if kind in ("linear", "conv") or any(
-            isinstance(kept, LinearAttentionCacheLayerMixin) for kept in cache[layer : layer + 1]
-        ):
+        kept = cache[layer] if layer < len(cache) else None
+        if kind in ("linear", "conv") or isinstance(kept, LinearAttentionCacheLayerMixin):
             reasons[layer] = "recurrent or convolutional: one token and many are computed by other algorithms"
         elif kind in ("mlp", "moe"):
             continue
-        elif module is None or layer not in model.coverage.attention_layers:
-            reasons[layer] = "attention does not go through transformers' attention table with one key per token"
+        elif module is None or layer not in model.coverage.table_layers:
+            reasons[layer] = "attention does not go through transformers' attention table"
+        elif not model.coverage.table_layers[layer] or type(kept).__module__ == type(model.hf).__module__:
+            reasons[layer] = "attention reads other keys than one per token"
         elif not _has_eager(module):
             reasons[layer] = f"{type(module).__name__} has no eager attention function beside its forward"
     return reasons

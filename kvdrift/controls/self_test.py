@@ -176,14 +176,15 @@ def _watched(bound: BoundFixedShape, seen: _Seen) -> Iterator[None]:
 def _moved(alone: list[Tensor], beside: list[Tensor], n_tokens: int, n_junk: int) -> Iterator[Failure]:
     """The first block in which appended tokens change an earlier row."""
     for layer, (x, y) in enumerate(zip(alone, beside, strict=True)):
-        if not same_bits(x, y[:, :n_tokens]):
+        tokens = next((axis for axis, sizes in enumerate(zip(x.shape, y.shape, strict=True)) if sizes[0] < sizes[1]), 1)
+        if not same_bits(x, y.narrow(tokens, 0, n_tokens)):
             where = f"block {layer}" if layer < len(alone) - 1 else "the logits"
             yield Failure("junk", where, f"{n_junk} tokens appended after {n_tokens} change an earlier row")
             return
 
 
 def _blocks(model: Model, ids: Tensor) -> list[Tensor]:
-    """What every block returns, and the logits, at every position: each ``[1, position, feature]``."""
+    """What every block returns, and the logits, at every position; one axis of each is that of positions."""
     found: list[Tensor] = []
 
     def keep(_: nn.Module, __: Any, output: Any) -> None:

@@ -28,7 +28,7 @@ class CallChecks:
     Parameters
     ----------
     model
-        The model that runs.
+        The model that runs, for paths that have none of their own.
     evidence
         Where findings go.
     lossy
@@ -41,24 +41,25 @@ class CallChecks:
 
     def __call__(self, moment: Moment, path: Path, snapshot: Snapshot) -> None:
         """Examine the calls of one step."""
+        model = path.model or self.model
         for call in snapshot.calls:
-            info = self.model.architecture.layers[call.layer]
+            info = model.architecture.layers[call.layer]
             costly = call.call.query.shape[2] * call.call.key.shape[2] > COSTLY
             which = (type(call.call.module), info.attention, info.window) if costly else call.layer
-            signature = (path.attn, which, *_signature(call))
+            signature = (id(model), path.attn, which, *_signature(call))
             if signature not in self._examined:
                 self._examined.add(signature)
-                self._examine(moment, path, call)
+                self._examine(model, moment, path, call)
 
-    def _examine(self, moment: Moment, path: Path, made: Call) -> None:
-        info, call = self.model.architecture.layers[made.layer], made.call
-        where = place(self.model, made.layer, "z")
+    def _examine(self, model: Model, moment: Moment, path: Path, made: Call) -> None:
+        info, call = model.architecture.layers[made.layer], made.call
         unreadable = visibility.readable(info, call)
         if unreadable is None:
             self.evidence.count("visibility")
             misread = visibility.misread(call, info, made.queries, made.keys)
             if misread is not None:
                 what, why = str(misread).rstrip("."), self._excuse(misread, call)
+                where = place(model, made.layer, "z")
                 self.evidence.findings.append(Finding("visibility", path.label, what, moment, where, why))
         else:
             self.evidence.note(f"The visibility probe cannot judge layer {made.layer}: {unreadable}.")
@@ -69,6 +70,7 @@ class CallChecks:
             ratio = attention_witness.excess(call, visible, path.attn)
             if not ratio <= 1:
                 what = f"the attention function is off by {ratio:.3g} times what its rounding can explain"
+                where = place(model, made.layer, "z")
                 self.evidence.findings.append(Finding("witness", path.label, what, moment, where))
         else:
             self.evidence.note(f"The local witness cannot judge the attention of layer {made.layer}: {unreadable}.")

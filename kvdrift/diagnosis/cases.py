@@ -147,7 +147,8 @@ class _Maker:
     def __init__(self, model: Model, a: Path, seed: int) -> None:
         self.a = a
         self.vocab_size = model.vocab_size
-        self.masked = model.architecture.n_heads > 0
+        placed = model.backend.takes_positions or model.architecture.positional == "alibi"
+        self.padded = model.architecture.n_heads > 0 and placed
         self.croppable = isinstance(a, CacheOn) and (a.cache is not None or model.backend.new_cache().is_croppable)
         self._generator = torch.Generator().manual_seed(seed)
 
@@ -171,7 +172,7 @@ class _Maker:
         feed = self.tokens(7)
         chunk = max(min(5, len(prompt) - 1), 1)
         cases = [Case("chunked prefill", prompt, feed[:2], 2, replace(self.a, prefill_chunk=chunk))]
-        if self.masked:  # without attention, a mask is meant for the first pass alone
+        if self.padded:  # a model without attention takes its mask in the first pass alone
             padded = replace(self.a, left_padding=self.a.left_padding + 3)
             cases.append(Case("left padding", prompt, feed[:2], 2, padded))
         if self.croppable:

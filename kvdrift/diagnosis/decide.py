@@ -59,7 +59,7 @@ def _kind(evidence: Evidence, faults: Sequence[Finding]) -> VerdictKind:
         return "nondeterministic"
     if any(finding.check in ("witness", "operator") for finding in faults):
         return "bug"
-    if evidence.self_test and evidence.arm_differs and not evidence.not_covered:
+    if evidence.self_test and evidence.arm_differs and not (evidence.not_covered or evidence.unlike):
         return "inconclusive"
     if faults:
         return "bug"
@@ -110,7 +110,11 @@ def _reasons(evidence: Evidence, kind: VerdictKind, told: Sequence[Finding]) -> 
     else:
         reasons += _clean(evidence)
     reasons += evidence.unsettled[:SHOWN]
-    if evidence.not_covered:
+    if evidence.unlike:
+        reasons.append(
+            "The paths run different models or controls, so no bit is promised; the verdict rests on float64."
+        )
+    elif evidence.not_covered:
         layers = ", ".join(map(str, sorted(evidence.not_covered)))
         why = "; ".join(dict.fromkeys(evidence.not_covered.values()))
         reasons.append(f"No bitwise promise in layers {layers} ({why}); there the verdict rests on float64.")

@@ -68,6 +68,8 @@ class Evidence:
         Failures of the control's own test.
     not_covered
         Layers for which the shape-invariant arm promises nothing, with reasons.
+    unlike
+        Whether the two paths run different modules or controls, so that the arm promises nothing at all.
     arm_differs
         Whether the shape-invariant arm gave other bits in the two paths at any step.
     findings
@@ -90,6 +92,7 @@ class Evidence:
     nonfinite: tuple[str, Where | None] | None = None
     self_test: list[Failure] = field(default_factory=list)
     not_covered: dict[int, str] = field(default_factory=dict)
+    unlike: bool = False
     arm_differs: bool = False
     findings: list[Finding] = field(default_factory=list)
     unsettled: list[str] = field(default_factory=list)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -84,27 +85,27 @@ def float64_witness(copy: Model, case: Case, b: Path) -> Float64:
     copy
         What `float64_copy` made.
     case, b
-        The case with its path a, and the reference; models of their own are left aside.
+        The case with its path a, and the reference; a model that one of them has of its own is copied, too.
     """
     controls = (Promote(),)
-    case, b = replace(case, a=_without_model(case.a)), _without_model(b)
+    case, b = replace(case, a=_in_float64(case.a)), _in_float64(b)
     error, first = 0.0, None
     for moment, x, y in lockstep(copy, case, b, controls):
         scale = float(y.logits.abs().max()) or 1.0
         error = max(error, float((x.logits - y.logits).abs().max()) / scale)
         key = first_difference(x, y, within(TOLERANCE))
         if key is not None and first is None:
-            first = moment, place(copy, *key), x.logits, y.logits, _consumed(case, moment)
+            first = moment, place(copy, *key), x.logits, y.logits
     if first is None:
         return Float64(case, error, None, None, None)
-    moment, where, logits_a, logits_b, tokens = first
-    if tokens is None or type(b) is not CacheOff or type(case.a) is not CacheOn:
+    moment, where, logits_a, logits_b = first
+    if type(b) is not CacheOff or type(case.a) is not CacheOn or case.a.model is not b.model:
         return Float64(case, error, moment, where, None)
-    return Float64(case, error, moment, where, _wrong(copy, case.a.attn, tokens, logits_a, logits_b))
+    return Float64(case, error, moment, where, _wrong(copy, case.a.attn, moment.tokens, logits_a, logits_b))
 
 
 def _wrong(
-    copy: Model, attn: str | None, tokens: list[int], logits_a: Tensor, logits_b: Tensor
+    copy: Model, attn: str | None, tokens: Sequence[int], logits_a: Tensor, logits_b: Tensor
 ) -> Literal["a", "b"] | None:
     """Which path is wrong: the other one agrees with the whole sequence in one pass that fills an empty cache.
 
@@ -137,19 +138,10 @@ def _hands_back(cache: Cache) -> list[bool]:
     return found
 
 
-def _consumed(case: Case, moment: Moment) -> list[int] | None:
-    """The tokens that a step has consumed; None if path a chose them."""
-    if case.feed is None:
-        return list(case.prompt) if moment.step == 0 else None
-    fed = list(case.feed[: moment.step])
-    if case.crop is not None and moment.step > case.crop[0]:
-        at, n_back = case.crop
-        fed = [*case.feed[: at - n_back], *case.feed[at : moment.step]]
-    return [*case.prompt, *fed]
-
-
-def _without_model(path: Path) -> Path:
-    return replace(path, model=None) if isinstance(path, (CacheOn, CacheOff)) else path
+def _in_float64(path: Path) -> Path:
+    if path.model is None or not isinstance(path, (CacheOn, CacheOff)):
+        return path
+    return replace(path, model=float64_copy(path.model))
 
 
 class Promote:

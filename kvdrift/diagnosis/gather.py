@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from kvdrift.bits import same_bits
@@ -22,7 +23,7 @@ from kvdrift.diagnosis.observe import Snapshot, by_uncached_pass
 from kvdrift.diagnosis.operator_witness import OperatorWitness
 from kvdrift.diagnosis.settle import Disagreement, settle
 from kvdrift.diagnosis.twin import twin
-from kvdrift.errors import KvdriftError, ModelError, NotFaithfulError, StaleCacheError
+from kvdrift.errors import InputError, KvdriftError, ModelError, NotFaithfulError, StaleCacheError
 from kvdrift.paths.path import Path
 from kvdrift.tracing.finite import explain_nonfinite
 
@@ -78,6 +79,9 @@ class Gathering:
                 return evidence
             raise
         evidence.not_covered = not_covered(self.model)
+        ours, reference = self.a.model or self.model, self.b.model or self.model
+        _check_weights(ours, reference)
+        evidence.unlike = ours.hf is not reference.hf or self.a.controls != self.b.controls
         evidence.self_test = self_test(self.model, FixedShape(min(64, rope_switch(self.model.hf.config) or 64)))
         placed = self._placed(cases)
         for model, case in placed:
@@ -172,7 +176,7 @@ class Gathering:
             if self._nonfinite(model, moment, x, y):
                 return
             self.evidence.count("arm")
-            if before is not None and not self.evidence.not_covered:
+            if before is not None and not self.evidence.not_covered and not self.evidence.unlike:
                 self._past(model, moment, before, x)
             before = x
             key = first_difference(x, y)
@@ -209,6 +213,28 @@ class Gathering:
         ]
         if witness.unchecked:
             self.evidence.note(f"Operators without a known rounding bound: {', '.join(sorted(witness.unchecked))}.")
+
+
+def _check_weights(a: Model, b: Model) -> None:
+    """Refuse two models that hold other numbers under one name.
+
+    Raises
+    ------
+    InputError
+        With the first such weight.
+    """
+    if a.hf is b.hf:
+        return
+    theirs = dict(b.hf.named_parameters())
+    for name, weight in a.hf.named_parameters():
+        other = theirs.get(name)
+        if other is None or other.shape != weight.shape or weight.is_meta or other.is_meta:
+            continue
+        if not torch.equal(weight.double(), other.to(weight.device).double()):
+            raise InputError(
+                f"The two paths run models with different weights ({name}), so they compute different functions by "
+                "that alone; make one from the other with kvdrift.controls.cast_copy."
+            )
 
 
 def _positions(b: Path, moment: Moment, x: Snapshot, y: Snapshot) -> str:

@@ -30,11 +30,14 @@ class Moment:
         Its step; step 0 consumes the prompt.
     position
         The current position.
+    tokens
+        What was consumed: the prompt and what was fed, less what was taken back.
     """
 
     case: Case
     step: int
     position: int
+    tokens: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.case.name}, step {self.step} ({self.position + 1} tokens)"
@@ -77,7 +80,7 @@ def lockstep(
                     del fed[len(fed) - n_back :]
                 fed.append(token)
             a = observer.step(token)
-            greedy, moment = int(a.logits.argmax()), Moment(case, step, a.position)
+            greedy, moment = int(a.logits.argmax()), Moment(case, step, a.position, (*case.prompt, *fed))
             if inspect is not None:
                 inspect(moment, case.a, a)
             if case.crop is not None and step <= case.crop[0]:

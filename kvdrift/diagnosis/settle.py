@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from kvdrift.models.model import Model
 
 
+EVERYWHERE = -1
+"""No place comes before it, the embedding included."""
+
+
 @dataclass(frozen=True)
 class Disagreement:
     """A step at which the paths gave other bits in shape-invariant arithmetic.
@@ -66,7 +70,7 @@ def settle(
     lossy
         What a path declares to give up, or None.
     """
-    uncovered = min(evidence.not_covered, default=None)
+    uncovered = EVERYWHERE if evidence.unlike else min(evidence.not_covered, default=None)
     promised_anywhere = uncovered is None and not evidence.self_test
     differing = {one.moment.case.name for one in disagreements}
     todo = [(model, case) for model, case in placed if case.name in differing]

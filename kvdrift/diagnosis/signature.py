@@ -51,22 +51,20 @@ def _manner(finding: Finding) -> str | None:
 
 
 def _lengths(plain: Sequence[Finding], architecture: Architecture) -> list[str]:
-    steps = [finding.moment for finding in plain if finding.moment is not None]
-    if any(moment.step == 0 for moment in steps):
+    """The lengths at which plain runs went wrong, told from the run that grows token by token where it shows there."""
+    moments = [finding.moment for finding in plain if finding.moment is not None]
+    growing = [moment for moment in moments if moment.case.name.startswith(("short prompt", "prompt"))]
+    if any(moment.step == 0 for moment in growing):
         return ["already in the prompt"]
-    if any(moment.step == 1 and moment.case.name in ("short prompt", "prompt", "prompt 0") for moment in steps):
+    if any(moment.step == 1 for moment in growing):
         return ["from the first decode step"]
-    by_case: dict[str, list[int]] = {}
-    for moment in steps:
-        by_case.setdefault(moment.case.name, []).append(moment.position + 1)
-    lengths = next(iter(by_case.values()))
-    found = sorted(set(lengths))
+    found = sorted({moment.position + 1 for moment in growing or moments})
     multiple = next((m for m in (64, 32, 16, 8, 4, 2) if all(n % m == 0 for n in found)), None)
     consecutive = found == list(range(found[0], found[-1] + 1))
-    if multiple is not None and (len(found) == 1 or not consecutive):
+    if growing and multiple is not None and (len(found) == 1 or not consecutive):
         return [f"at key lengths that are multiples of {multiple}"]
     windows = {info.window for info in architecture.layers if info.window}
-    if any(0 <= found[0] - window <= 2 for window in windows):
+    if any(found[0] >= window - 1 and not (growing and found[0] > window + 2) for window in windows):
         return ["at the window"]
     return [f"from {found[0]} tokens on"]
 

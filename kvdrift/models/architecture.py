@@ -267,9 +267,10 @@ def describe(hf_model: PreTrainedModel) -> Architecture:
 def find_blocks(hf_model: PreTrainedModel) -> BlockTree:
     """Find the decoder blocks of a model, and the modules around them.
 
-    The block list is the ``nn.ModuleList`` that has as many entries as the configuration has layers and shares
-    the deepest common parent with the token embedding (so that neither a vision tower nor a list of experts is
-    taken for it); among several, the one with the most parameters.
+    The block list is the ``nn.ModuleList`` that has as many entries as the configuration has layers (or, where there
+    is none, as its ``num_layers`` says: a block may hold two attention sublayers) and shares the deepest common
+    parent with the token embedding (so that neither a vision tower nor a list of experts is taken for it); among
+    several, the one with the most parameters.
 
     Raises
     ------
@@ -287,11 +288,10 @@ def find_blocks(hf_model: PreTrainedModel) -> BlockTree:
     n_layers = int(getattr(config, "num_hidden_layers", 0) or 0)
     embed = _embeddings(hf_model, "get_input_embeddings")
     embed_path = next((name for name, module in hf_model.named_modules() if module is embed), "")
-    lists = [
-        (name, module)
-        for name, module in hf_model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == n_layers > 0
-    ]
+    found = [(name, module) for name, module in hf_model.named_modules() if isinstance(module, nn.ModuleList)]
+    depths = (n_layers, getattr(config, "num_layers", None))  # the second where a block holds several of the first
+    same = ([pair for pair in found if len(pair[1]) == depth] for depth in depths if depth)
+    lists = next((pairs for pairs in same if pairs), [])
     if not lists:
         raise ModelError(
             f"{type(hf_model).__name__} has no list of {n_layers} decoder blocks in its module tree: "

@@ -103,7 +103,9 @@ class CacheOnRun:
         if (token is None) != (self._consumed == -self.path.left_padding):
             raise InputError("The first step takes no token, every later one takes the token to consume.")
         if token is None and self._holds_tokens():
-            raise StaleCacheError("a new run's cache holds tokens already: cache= must make an empty one at every call.")
+            raise StaleCacheError(
+                "A new run's cache holds tokens already: cache= must make an empty one at every call."
+            )
         chunks = self._chunks() if token is None else [[token]]
         for chunk in chunks:
             self._key_offsets = self._offsets(len(chunk))
@@ -127,6 +129,8 @@ class CacheOnRun:
             raise InputError(
                 f"crop({n_tokens}): {max(self._consumed - len(self._prompt), 0)} tokens were consumed after the prompt."
             )
+        if not getattr(self.cache, "is_croppable", True):
+            raise InputError("This cache cannot be cropped: it has let go of entries that it would need again.")
         try:
             self.cache.crop(-n_tokens)
         except (RuntimeError, NotImplementedError, AttributeError) as error:

@@ -36,6 +36,8 @@ class Coverage:
         How many blocks there are.
     reasons
         Site → why it is missing, in all or some layers.
+    table_layers
+        Layers that call transformers' attention table, however often → whether every call reads one key per token.
     """
 
     places: dict[str, dict[int, Place]]
@@ -43,6 +45,7 @@ class Coverage:
     has_pattern: bool
     n_layers: int
     reasons: dict[str, str] = field(default_factory=dict)
+    table_layers: dict[int, bool] = field(default_factory=dict)
 
     def layers(self, site: str) -> tuple[int, ...]:
         """The layers that have ``site`` (``(0,)`` for a site that exists once, empty where it is missing)."""

@@ -180,24 +180,28 @@ def _find(model: Model, passes: list[Prepared]) -> Coverage:
 
     uncached, decoding = watched
     windows = [info.window or PROBE_TOKENS for info in model.architecture.layers]
+    table_layers = {
+        layer: set(calls) == {PROBE_TOKENS}
+        and set(decoding.calls.get(layer, ())) in ({PROBE_TOKENS}, {min(PROBE_TOKENS, windows[layer])})
+        for layer, calls in uncached.calls.items()
+    }
     attention = tuple(
         layer
-        for layer, window in enumerate(windows)
-        if uncached.calls.get(layer) == [PROBE_TOKENS]
-        and decoding.calls.get(layer) in ([PROBE_TOKENS], [min(PROBE_TOKENS, window)])
+        for layer in range(n_layers)
+        if table_layers.get(layer) and len(uncached.calls[layer]) == len(decoding.calls[layer]) == 1
     )
     missing = [layer for layer in range(n_layers) if layer not in attention]
     if missing:
         why = (
             "attention never calls transformers' attention table (recurrent, linear or older attention)"
-            if not any(w.calls.get(layer) for w in watched for layer in missing)
-            else "attention reads other positions than one key per token"
+            if not any(layer in table_layers for layer in missing)
+            else "attention is not one call over one key per token"
         )
         reasons |= {site: _in_layers(missing, n_layers) + why for site in HEAD_SITES}
     pattern = bool(attention) and all(w.pattern for w in watched)
     if not pattern:
         reasons[PATTERN] = f"attn={model.attn!r} does not return attention weights; load with attn='eager'"
-    return Coverage(places, attention, pattern, n_layers, reasons)
+    return Coverage(places, attention, pattern, n_layers, reasons, table_layers)
 
 
 def _refuse_module_state(model: Model, passes: list[Prepared], plain: list[Tensor]) -> None:

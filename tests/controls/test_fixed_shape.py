@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers import DynamicCache, StaticCache
 from transformers.models.llama import modeling_llama
@@ -57,6 +58,15 @@ def logits(path, model, prompt, n_steps=2):
         return torch.stack([run.step(None if step == 0 else 100 + step).logits for step in range(n_steps)])
     finally:
         run.close()
+
+
+def other(model_type, **values):
+    """A tiny model of an architecture that is no family: two layers (deepseek_v4 three), random float32 weights."""
+    shape = {"vocab_size": 384, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2} | values
+    config = transformers.AutoConfig.for_model(model_type, initializer_range=0.08, **shape)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    return kd.load(model.eval(), quiet=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=NAMES.get)
@@ -277,6 +287,84 @@ def test_what_comes_with_each_query_is_cut_and_placed_with_it(monkeypatch):
     torch.testing.assert_close(on, plain, rtol=1e-4, atol=1e-4)
 
 
+LATENT = {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+TWO_CALLS = {
+    "diffllama": {"num_key_value_heads": 2, "intermediate_size": 128},  # one module calls twice
+    "longcat_flash": {  # two modules in a block
+        **LATENT,
+        "num_hidden_layers": 4,
+        "head_dim": 8,
+        "ffn_hidden_size": 128,
+        "expert_ffn_hidden_size": 32,
+        "n_routed_experts": 4,
+        "zero_expert_num": 2,
+        "moe_topk": 2,
+        "experts_implementation": "eager",
+    },
+}
+
+
+@pytest.mark.parametrize("name", TWO_CALLS)
+def test_layers_that_call_twice_are_covered(name):
+    model = other(name, **TWO_CALLS[name])
+    assert not_covered(model) == {}
+    on, off, native = (
+        logits(path, model, LONG)
+        for path in (kd.CacheOn(controls=FIXED), kd.CacheOff(controls=FIXED), kd.CacheOff(attn="sdpa"))
+    )
+    assert torch.equal(on, off)
+    assert not torch.equal(native, logits(kd.CacheOn(attn="sdpa"), model, LONG))
+
+
+def test_attention_over_something_else_than_tokens_is_left_alone():
+    """Inkling 2 also attends over the outputs of earlier blocks, through the same table."""
+    model = other(
+        "inkling2_text",
+        num_key_value_heads=2,
+        head_dim=16,
+        swa_num_attention_heads=4,
+        swa_num_key_value_heads=2,
+        swa_head_dim=16,
+        sliding_window_size=8,
+        layer_types=["hybrid_sliding", "hybrid"],
+        intermediate_size=128,
+        dense_intermediate_size=128,
+        moe_intermediate_size=32,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        experts_implementation="eager",
+    )
+    for path in (kd.CacheOn, kd.CacheOff):
+        plain, fixed = logits(path(), model, PROMPT), logits(path(controls=FIXED), model, PROMPT)
+        torch.testing.assert_close(fixed, plain, rtol=1e-4, atol=1e-4)
+
+
+def test_a_window_that_the_mask_lacks_in_one_path_shows():
+    """Moshi's cache keeps the last keys only, and its mask, None under sdpa, hides none of the others."""
+    shape = {"num_key_value_heads": 4, "head_dim": 16, "ffn_dim": 128, "sliding_window": 8}
+    model = other("moshi", **shape)
+    for attn in ("sdpa", "eager"):
+        on, off = (path(controls=FIXED, attn=attn) for path in (kd.CacheOn, kd.CacheOff))
+        assert torch.equal(logits(on, model, PROMPT[:6]), logits(off, model, PROMPT[:6]))
+        assert not torch.allclose(logits(on, model, PROMPT)[1], logits(off, model, PROMPT)[1], rtol=0.1, atol=0.1)
+
+
+def test_flash_attention_is_told_of_its_window_instead_of_given_a_mask(tiny_model, monkeypatch):
+    class NoMask:
+        order = Order.WRITE
+
+        def __call__(self, call, proceed):
+            call.mask = None
+            return proceed(call)
+
+    model = tiny_model("gemma3", attn="eager")
+    expected = logits(kd.CacheOff(controls=FIXED), model, LONG)
+    monkeypatch.setattr(type(model), "attn", "flash_attention_2")
+    with seam(model.hf, NoMask()):
+        for path in (kd.CacheOn, kd.CacheOff):
+            assert torch.equal(logits(path(controls=FIXED), model, LONG), expected)
+
+
 def test_a_longer_sequence_is_refused(tiny_model, hooks):
     model = tiny_model("llama")
     run = kd.CacheOn(controls=(FixedShape(len(PROMPT)),)).start(model, PROMPT)
@@ -318,6 +406,27 @@ def test_layers_without_a_promise_are_named(tiny_model):
         assert list(reasons) == layers
         words = "attention table" if family in ("falcon", "bloom") else "other algorithms"
         assert all(words in reason for reason in reasons.values())
+
+
+def test_layers_with_compressed_keys_are_named_even_where_a_probe_is_too_short_to_see_them():
+    model = other(
+        "deepseek_v4",
+        num_hidden_layers=3,
+        layer_types=["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+        head_dim=16,
+        q_lora_rank=32,
+        moe_intermediate_size=32,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        index_head_dim=16,
+        index_n_heads=2,
+        sliding_window=8,
+        experts_implementation="eager",
+    )
+    assert model.coverage.table_layers[2], "four tokens are compressed into one key here, and 128 there"
+    reasons = not_covered(model)
+    assert list(reasons) == [1, 2]
+    assert all("other keys than one per token" in reason for reason in reasons.values())
 
 
 def test_other_controls_and_models_are_left_alone(tiny_model):

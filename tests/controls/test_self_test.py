@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 
 import kvdrift as kd
 from kvdrift.controls import row_tiles
@@ -93,6 +94,31 @@ def test_a_model_that_looks_ahead_fails_on_junk():
     assert [failure.kind for failure in failures] == ["junk", "junk", "junk"]
     assert {failure.where for failure in failures} == {"block 2"}
     assert failures[0].what == "40 tokens appended after 1 change an earlier row"
+
+
+def test_blocks_that_return_several_streams_have_their_tokens_on_another_axis():
+    """Gemma 3n's blocks return ``[stream, batch, position, feature]``."""
+    config = transformers.Gemma3nTextConfig(
+        vocab_size=384,
+        vocab_size_per_layer_input=384,
+        hidden_size=64,
+        hidden_size_per_layer_input=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=128,
+        laurel_rank=8,
+        num_kv_shared_layers=0,
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"],
+        activation_sparsity_pattern=[0.5, 0.0],
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    assert self_test(model) == []
+    model.model.layers[1].register_forward_hook(lambda _, __, output: output + 1e-3 * output.mean(2, keepdim=True))
+    assert {failure.where for failure in self_test(model)} == {"block 1"}
 
 
 def test_an_operator_that_is_not_run_on_tiles_fails_on_junk(monkeypatch):

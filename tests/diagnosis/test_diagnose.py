@@ -8,6 +8,7 @@ from torch import nn
 from transformers import DynamicCache
 
 import kvdrift as kd
+from kvdrift.controls import cast_copy
 from kvdrift.diagnosis import cases, gather
 from kvdrift.errors import InputError
 from kvdrift.testing import assert_cache_equivalent
@@ -187,6 +188,19 @@ def test_costly_lengths_run_on_a_tiny_twin(monkeypatch):
     verdict = diagnose(model)
     assert verdict.equivalent, str(verdict)
     assert any("on a tiny twin" in reason and "the window of 64" in reason for reason in verdict.reasons)
+
+
+def test_paths_of_different_arithmetic_rest_on_float64():
+    model = small(dtype=torch.bfloat16)
+    wide = kd.CacheOn(model=cast_copy(model, torch.float32))
+    for a in (wide, kd.CacheOn(controls=(kd.ReRoll(0),))):
+        verdict = diagnose(model, a=a)
+        assert verdict.kind == "rounding", str(verdict)
+        assert any("the verdict rests on float64" in reason for reason in verdict.reasons)
+    wide.model.hf.model.layers[0].self_attn.register_forward_hook(lambda _m, _a, out: (out[0] * 1.01, *out[1:]))
+    assert diagnose(model, a=wide).kind == "bug"
+    with pytest.raises(InputError, match=r"different weights \(model.embed_tokens.weight\)"):
+        diagnose(model, a=kd.CacheOn(model=small(seed=1)))
 
 
 def test_what_has_no_room_is_left_out_and_told():

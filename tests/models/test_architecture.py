@@ -245,6 +245,30 @@ def test_a_list_of_experts_as_long_as_the_model_is_deep_is_not_taken_for_the_blo
     assert find_blocks(model).prefix == "model.layers"
 
 
+def test_blocks_that_hold_two_attention_sublayers_each():
+    config = transformers.LongcatFlashConfig(
+        vocab_size=64,
+        hidden_size=32,
+        num_layers=3,
+        num_attention_heads=2,
+        ffn_hidden_size=64,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=8,
+        head_dim=8,
+        v_head_dim=8,
+        n_routed_experts=4,
+        zero_expert_num=2,
+        moe_topk=2,
+        expert_ffn_hidden_size=16,
+    )
+    model = transformers.LongcatFlashForCausalLM(config)
+    assert config.num_hidden_layers == 6
+    assert find_blocks(model).blocks == tuple(model.model.layers)
+    assert describe(model).n_layers == 3
+
+
 def test_encoder_decoder_is_refused():
     config = transformers.T5Config(d_model=32, d_ff=32, d_kv=8, num_layers=2, num_heads=4, vocab_size=64)
     model = transformers.T5ForConditionalGeneration(config)

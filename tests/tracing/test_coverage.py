@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import RecurrentGemmaConfig, RecurrentGemmaForCausalLM
+from transformers import DiffLlamaConfig, DiffLlamaForCausalLM, RecurrentGemmaConfig, RecurrentGemmaForCausalLM
 
 import kvdrift as kd
 from kvdrift.errors import ModelError, NotFaithfulError, SiteError
@@ -44,6 +44,26 @@ def test_layers_without_attention_are_named(tiny_model):
     assert any("k" in note and "in layers 0, 2" in note for note in coverage.notes)
     with pytest.raises(SiteError, match="in layers 0, 2"):
         coverage.resolve("k", frozenset({0}))
+
+
+def test_layers_that_call_the_table_twice_give_no_heads():
+    config = DiffLlamaConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=64,
+        vocab_size=64,
+    )
+    coverage = kd.load(DiffLlamaForCausalLM(config), quiet=True).coverage
+    assert coverage.table_layers == {0: True, 1: True}
+    assert coverage.layers("k") == ()
+    assert "not one call" in coverage.reasons["k"]
+
+
+def test_which_layers_call_the_table(tiny_model):
+    assert tiny_model("lfm2").coverage.table_layers == {1: True, 3: True}
+    assert tiny_model("bloom").coverage.table_layers == {}
 
 
 def test_global_sites_ignore_the_choice_of_layers(tiny_model):

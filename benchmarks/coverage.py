@@ -1,0 +1,308 @@
+"""Every causal language model of the installed transformers, tiny: what is traced, what is exact, and why not.
+
+    python benchmarks/coverage.py                          # all of them, in some minutes on one core
+    python benchmarks/coverage.py llama gemma3_text        # some
+    python benchmarks/coverage.py --results rows.jsonl     # keeps rows there, and goes on after an interruption
+    python benchmarks/coverage.py --markdown               # the table of docs/coverage.md
+    python benchmarks/coverage.py --diagnose               # also the verdict of kd.diagnose, some seconds each
+
+Each model is built from its configuration class with random float32 weights, and decodes a few tokens after a prompt
+beyond its window and the tile. The numbers are the largest relative difference of the logits of cache-ON and
+cache-OFF: as they are (``native``), under `kvdrift.controls.FixedShape` (``fixed``), and in float64 with float32
+casts promoted (``float64``: beyond rounding, the two paths compute different functions).
+
+Exits with 1 if fewer than 95 % of the architectures without recurrent parts that use transformers' attention table
+are exact, with native drift above zero, or if one without an explanation is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from architectures import LEFT_OUT, NAMES, NOTES, build
+from torch import Tensor
+from transformers.utils import logging as transformers_logging
+
+import kvdrift as kd
+from kvdrift.controls import cast_copy, promote_float32
+from kvdrift.controls.fixed_shape import FixedShape, not_covered
+from kvdrift.models.model import Model
+from kvdrift.tracing.seam import AttentionCall, Order, Output, seam
+from kvdrift.tracing.sites import ALL_SITES, PATTERN
+
+PROMPT = (5, 9, 100, 33, 7, 8, 250, 301, 12, 44, 77, 21, 200, 5, 6, 7, 9, 3)  # beyond a window of 8 and a tile of 16
+FOLLOW = (50, 51, 52, 53, 54)
+TARGET = 0.95
+SAME_FUNCTION = 1e-9  # relative difference in float64
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was found about one architecture, as plain data.
+
+    Attributes
+    ----------
+    name
+        Model type.
+    stopped
+        Where it went wrong: ``"left out"``, ``"build"``, ``"load"``, ``"trace"``, ``"native"``, ``"fixed"``,
+        ``"float64"``, or empty.
+    reason
+        Why, in one line.
+    n_layers
+        Number of blocks.
+    kinds
+        Attention kinds of the layers, each once.
+    table
+        Layers whose attention calls the table.
+    recurrent
+        Layers with recurrent or convolutional parts.
+    uncovered
+        Layers for which `not_covered` promises nothing, with its reason.
+    missing
+        Sites that at least one layer does not give.
+    native, fixed, float64
+        Relative differences, NaN where not measured.
+    verdict, evidence
+        What `kvdrift.diagnose` says, and its reasons where that is not ``exact`` or ``rounding``; empty if not asked.
+    seconds
+        What it took.
+    """
+
+    name: str
+    stopped: str = ""
+    reason: str = ""
+    n_layers: int = 0
+    kinds: tuple[str, ...] = ()
+    table: tuple[int, ...] = ()
+    recurrent: tuple[int, ...] = ()
+    uncovered: dict[str, str] = field(default_factory=dict)
+    missing: tuple[str, ...] = ()
+    native: float = math.nan
+    fixed: float = math.nan
+    float64: float = math.nan
+    verdict: str = ""
+    evidence: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+    @property
+    def group(self) -> str:
+        """``"left out"``, ``"recurrent"``, ``"outside"`` (of the table), or ``"table"``, failures among them."""
+        if self.stopped == "left out":
+            return "left out"
+        if self.recurrent:
+            return "recurrent"
+        return "outside" if self.n_layers and not self.table else "table"
+
+    @property
+    def exact(self) -> bool:
+        """Whether the paths agree in every bit under fixed shape, while they do not as they are."""
+        return self.fixed == 0 and self.native > 0
+
+    @property
+    def why(self) -> str:
+        """Why it is not exact, or what is to be known about it; empty if nothing explains it."""
+        if self.name in NOTES or self.stopped:
+            return NOTES.get(self.name, self.reason)
+        if self.exact or self.float64 > SAME_FUNCTION:
+            return ""
+        reasons: dict[str, list[str]] = {}
+        for layer, reason in self.uncovered.items():
+            reasons.setdefault(reason, []).append(layer)
+        return "; ".join(f"{_layers(layers, self.n_layers)}: {reason}" for reason, layers in reasons.items())
+
+
+class TableCalls:
+    """Notes which layers call the attention table."""
+
+    order = Order.OBSERVE
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.layers: set[int] = set()
+
+    def __call__(self, call: AttentionCall, proceed: Callable[[AttentionCall], Output]) -> Output:
+        layer = self.model.layer_of.get(id(call.module))
+        if layer is not None:
+            self.layers.add(layer)
+        return proceed(call)
+
+
+def examine(name: str, diagnose: bool = False) -> Row:
+    """Build one architecture and measure it; what goes wrong is part of the row."""
+    if name in LEFT_OUT:
+        return Row(name, "left out", LEFT_OUT[name])
+    start, found, stage = time.perf_counter(), {}, iter(_stages(name, diagnose))
+    try:
+        for values in stage:
+            found |= values
+        del found["stopped"]
+    except Exception as error:
+        found["reason"] = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+    return Row(name, seconds=round(time.perf_counter() - start, 1), **found)
+
+
+def _stages(name: str, diagnose: bool) -> Iterator[dict[str, Any]]:
+    """The values of a row, as they are found; ``stopped`` names what comes next."""
+    yield {"stopped": "build"}
+    hf = build(name)
+    yield {"stopped": "load"}
+    model = kd.load(hf, quiet=True)
+    yield {"stopped": "trace"}
+    calls, layers = TableCalls(model), model.architecture.layers
+    with seam(hf, calls):
+        missing = [site for site in model.coverage.reasons if site != PATTERN]
+    reasons = not_covered(model)
+    yield {
+        "n_layers": len(layers),
+        "kinds": tuple(dict.fromkeys(layer.attention for layer in layers)),
+        "table": tuple(sorted(calls.layers)),
+        "recurrent": tuple(layer for layer, why in reasons.items() if why.startswith("recurrent")),
+        "uncovered": {str(layer): reason for layer, reason in reasons.items()},
+        "missing": tuple(site for site in ALL_SITES if site in missing),
+        "stopped": "native",
+    }
+    yield {"native": difference(model), "stopped": "fixed"}
+    yield {"fixed": difference(model, (FixedShape(64),)), "stopped": "float64"}
+    with promote_float32():
+        yield {"float64": difference(Model(cast_copy(hf, torch.float64))), "stopped": "diagnose"}
+    if diagnose:
+        verdict = kd.diagnose(hf, progress=False)
+        yield {"verdict": verdict.kind, "evidence": () if verdict.equivalent else verdict.reasons}
+
+
+def difference(model: Model, controls: tuple[FixedShape, ...] = ()) -> float:
+    """The largest relative difference of logits between the paths: exactly 0 if they agree in every bit."""
+    on, off = (_logits(path(controls=controls), model) for path in (kd.CacheOn, kd.CacheOff))
+    return max(0.0 if torch.equal(a, b) else float((a - b).norm() / b.norm()) for a, b in zip(on, off, strict=True))
+
+
+def _logits(path: kd.CacheOn | kd.CacheOff, model: Model) -> list[Tensor]:
+    run = path.start(model, PROMPT)
+    try:
+        return [run.step(token).logits.double() for token in (None, *FOLLOW)]
+    finally:
+        run.close()
+
+
+# --- rows on disk
+
+
+def read(path: Path | None) -> dict[str, Row]:
+    if path is None or not path.exists():
+        return {}
+    rows = [Row(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+    return {row.name: row for row in rows}
+
+
+# --- tables
+
+HEAD = ("architecture", "layers", "traced", "native", "fixed", "float64", "exact", "verdict", "why not")
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    if not row.n_layers:
+        return (row.name, "", "", "", "", "", row.stopped, "", row.why)
+    kinds = ", ".join(row.kinds)
+    traced = f"without {', '.join(row.missing)}" if row.missing else "all"
+    numbers = ["" if math.isnan(x) else "0" if x == 0 else f"{x:.0e}" for x in (row.native, row.fixed, row.float64)]
+    exact = "**no**" if not row.exact else "yes, unpromised" if row.uncovered else "yes"
+    return (row.name, f"{row.n_layers} ({kinds})", traced, *numbers, exact, row.verdict, row.why)
+
+
+def line(row: Row, markdown: bool) -> str:
+    if markdown:
+        return "| " + " | ".join(cells(row)) + " |"
+    name, layers, _, native, fixed, float64, exact, verdict, why = cells(row)
+    numbers = f"{native:>7} {fixed:>7} {float64:>7}"
+    return f"{name:24} {layers:34} {numbers}  {exact.strip('*'):15} {verdict:12} {why}".rstrip()
+
+
+GROUPS = {
+    "table": "attention through transformers' table, no recurrent parts",
+    "recurrent": "recurrent or convolutional parts (no promise)",
+    "outside": "attention outside the table (no promise)",
+    "left out": "left out",
+}
+
+
+def summary(rows: list[Row]) -> list[str]:
+    found = [
+        f"{len(rows)} causal-LM architectures of transformers {transformers.__version__}, torch {torch.__version__}"
+    ]
+    for group, words in GROUPS.items():
+        members = [row for row in rows if row.group == group]
+        exact = sum(row.exact for row in members)
+        found.append(f"{words}: {len(members)}" + ("" if group == "left out" else f", {exact} of them exact"))
+    verdicts = Counter(row.verdict for row in rows if row.verdict)
+    if verdicts:
+        found.append("verdicts: " + ", ".join(f"{kind} {n}" for kind, n in verdicts.most_common()))
+    different = [row.name for row in rows if row.float64 > SAME_FUNCTION]
+    found.append(f"paths that differ in float64 too: {', '.join(different) or 'none'}")
+    return found
+
+
+def unexplained(rows: list[Row]) -> list[str]:
+    """Architectures that are not exact, differ in float64 or are no ``rounding``, for no reason that is known."""
+    unsound = [row.name for row in rows if row.verdict not in ("", "exact", "rounding") and row.name not in NOTES]
+    return unsound + [row.name for row in rows if not row.why and (not row.exact or row.float64 > SAME_FUNCTION)]
+
+
+def share(rows: list[Row]) -> float:
+    members = [row for row in rows if row.group == "table"]
+    return sum(row.exact for row in members) / len(members) if members else math.nan
+
+
+def _layers(layers: list[str], n_layers: int) -> str:
+    return "all layers" if len(layers) == n_layers else f"layer{'s' * (len(layers) > 1)} {', '.join(layers)}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="model types; all by default")
+    parser.add_argument("--results", type=Path, help="keep rows in this file, and take those that it has from there")
+    parser.add_argument("--diagnose", action="store_true", help="also diagnose each")
+    parser.add_argument("--markdown", action="store_true", help="print the table in Markdown")
+    options = parser.parse_args()
+    unknown = sorted(set(options.names) - set(NAMES))
+    if unknown:
+        parser.error(f"transformers {transformers.__version__} has no causal LM of type {', '.join(unknown)}")
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    transformers_logging.set_verbosity_error()
+
+    known, rows = read(options.results), []
+    if options.markdown:
+        print("| " + " | ".join(HEAD) + " |\n|" + "---|" * len(HEAD))
+    for name in options.names or NAMES:
+        row = known.get(name) or examine(name, options.diagnose)
+        gc.collect()
+        rows.append(row)
+        if options.results and name not in known:
+            with options.results.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(row)) + "\n")
+        print(line(row, options.markdown), flush=True)
+
+    print("", *summary(rows), sep="\n")
+    print(f"exact among the first group: {share(rows):.1%} (target {TARGET:.0%})")
+    left = unexplained(rows)
+    if left:
+        print(f"without an explanation: {', '.join(left)}")
+    sys.exit(int(bool(left) or share(rows) < TARGET))
+
+
+if __name__ == "__main__":
+    main()

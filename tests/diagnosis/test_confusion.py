@@ -1,0 +1,35 @@
+"""A part of the confusion table; benchmarks/confusion.py prints the whole."""
+
+import pytest
+from faults.judge import ALARMS, CLEAN, judge
+
+FAULTY = [
+    ("positions-one-too-high-at-decode", "gpt2", "float32"),
+    ("stale-last-key", "llama", "bfloat16"),
+    ("layers-share-storage", "gpt-neox", "float32"),
+    ("one-bit-of-one-key", "llama", "float32"),
+    ("cache-keeps-one-too-few", "mistral", "bfloat16"),
+    ("cache-off-ignores-the-window", "mistral", "float32"),
+    ("left-padding-seen-at-decode", "llama-mqa", "float32"),
+    ("crop-leaves-a-token", "qwen2", "bfloat16"),
+    ("native-drops-the-newest-key", "llama", "bfloat16"),
+    ("native-wrong-at-multiples-of-16", "qwen3", "float32"),
+    ("sinks-missing-at-decode", "gpt-oss", "float32"),
+    ("heads-swapped", "bloom", "float32"),
+    ("recurrent-state-lost-at-decode", "mamba", "float32"),
+]
+RIGHT = [("llama", "bfloat16"), ("mistral", "float32"), ("bloom", "bfloat16"), ("mamba", "float32")]
+
+
+@pytest.mark.parametrize(("fault", "family", "dtype"), FAULTY)
+def test_a_fault_is_called_one_and_placed(fault, family, dtype):
+    case = judge(fault, family, dtype)
+    assert case.counts
+    assert case.kind in ALARMS, case.reasons
+    assert case.layer_right in (None, True), (case.layer, case.named, case.reasons)
+
+
+@pytest.mark.parametrize(("family", "dtype"), RIGHT)
+def test_a_clean_model_is_not_called_a_bug(family, dtype):
+    case = judge(CLEAN, family, dtype)
+    assert case.kind in ("exact", "rounding"), case.reasons

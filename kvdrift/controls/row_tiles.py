@@ -67,7 +67,7 @@ class RowTiles(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if not self._paused:
-            handler = _handler(func)
+            handler = handler_of(func)
             if handler is not None:
                 return handler(self, func, args, kwargs or {})
         if torch.is_inference_mode_enabled() and func._can_decompose():
@@ -324,7 +324,8 @@ _EXACT = frozenset(
 
 
 @lru_cache(maxsize=4096)
-def _handler(op: Any) -> _Handler | None:
+def handler_of(op: Any) -> _Handler | None:
+    """What runs an operator on tiles; None for one that cannot depend on its shape, or is no row-wise one."""
     known = _HANDLERS.get(op)
     if known is not None or not isinstance(op, OpOverload):
         return known

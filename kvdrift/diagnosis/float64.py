@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Cache
 
 from kvdrift.bits import same_bits
-from kvdrift.controls.precision import cast_copy, promote_float32
+from kvdrift.controls.precision import cast_copy
+from kvdrift.controls.true_float64 import TrueFloat64
 from kvdrift.diagnosis.cases import Case
 from kvdrift.diagnosis.locate import Where, first_difference, place, within
 from kvdrift.diagnosis.lockstep import Moment, lockstep
@@ -87,7 +87,7 @@ def float64_witness(copy: Model, case: Case, b: Path) -> Float64:
     case, b
         The case with its path a, and the reference; a model that one of them has of its own is copied, too.
     """
-    controls = (Promote(),)
+    controls = (TrueFloat64(),)
     case, b = replace(case, a=_in_float64(case.a)), _in_float64(b)
     error, first = 0.0, None
     for moment, x, y in lockstep(copy, case, b, controls):
@@ -111,7 +111,7 @@ def _wrong(
 
     A cache that does not hand back what such a pass gives it is wrong by that alone.
     """
-    run = CacheOn(attn=attn).start(copy, tokens, (Promote(),))
+    run = CacheOn(attn=attn).start(copy, tokens, (TrueFloat64(),))
     faithful = _hands_back(run.cache)
     whole = run.step().logits
     run.close()
@@ -142,31 +142,3 @@ def _in_float64(path: Path) -> Path:
     if path.model is None or not isinstance(path, (CacheOn, CacheOff)):
         return path
     return replace(path, model=float64_copy(path.model))
-
-
-class Promote:
-    """A control that computes in float64 where a float64 model asks for float32."""
-
-    label = "float32 promoted"
-
-    def bind(self, module: nn.Module) -> _BoundPromote:
-        """Prepare the forward passes of ``module``."""
-        return _BoundPromote()
-
-
-class _BoundPromote:
-    def __init__(self) -> None:
-        self._modes: list[promote_float32] = []
-
-    def __enter__(self) -> Self:
-        self._modes.append(promote_float32())
-        self._modes[-1].__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._modes.pop().__exit__(kind, error, trace)
-
-    def close(self) -> None:
-        """Nothing is kept between two passes."""

@@ -88,6 +88,9 @@ class Gathering:
             self._run(model, case, optional=case is not cases[0])
             if evidence.nonfinite is not None:
                 return evidence
+            if case is cases[0] and self._convicts(model, case):
+                evidence.note(f"Only the first case, {case.name}, was run: it convicts.")
+                return evidence
         self._operators(cases[0])
         if generate:
             found = differs_from_forward(self.model, self.a, cases[0])
@@ -152,6 +155,18 @@ class Gathering:
                 raise
             said = " ".join(str(error).split()).rstrip(".")
             self.evidence.note(f"Left out: {case.name} cannot be run ({type(error).__name__}: {said}).")
+
+    def _convicts(self, model: Model, case: Case) -> bool:
+        """Whether the first case, a plain one, shows a fault: other cases would not describe it better."""
+        evidence = self.evidence
+        if evidence.unlike or evidence.not_covered or evidence.self_test or evidence.repeats:
+            return False
+        settle(evidence, self.disagreements, [(model, case)], self.b, self.lossy)
+        if any(finding.excuse is None for finding in evidence.findings):
+            return True
+        evidence.unsettled.clear()  # to be judged again with what the other cases show
+        evidence.findings = [finding for finding in evidence.findings if finding.check != "arm"]
+        return False
 
     def _inspect(self, model: Model) -> CallChecks:
         return self.checks.setdefault(id(model), CallChecks(model, self.evidence, self.lossy))

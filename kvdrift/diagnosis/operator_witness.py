@@ -22,7 +22,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from kvdrift.controls.operators import by_operator
-from kvdrift.controls.row_tiles import _handler as replaced_by_fixed_shape
+from kvdrift.controls.row_tiles import handler_of as replaced_by_fixed_shape
 from kvdrift.diagnosis.attention_witness import EXP_ULPS, accumulation_unit, smallest, unit
 
 COLUMNS = 1 << 22

@@ -71,12 +71,12 @@ def test_a_kernel_that_depends_on_the_place_fails_the_operator(monkeypatch):
 
         return mode.rows(op, function, [a], [b])
 
-    row_tiles._handler.cache_clear()
+    row_tiles.handler_of.cache_clear()
     monkeypatch.setitem(row_tiles._HANDLERS, single, product)
     try:
         failures = self_test(tiny("llama"))
     finally:
-        row_tiles._handler.cache_clear()
+        row_tiles.handler_of.cache_clear()
     operators = [failure for failure in failures if failure.kind == "operator"]
     assert operators
     assert all(failure.where.startswith("mm of [16, ") for failure in operators)
@@ -124,11 +124,11 @@ def test_blocks_that_return_several_streams_have_their_tokens_on_another_axis():
 def test_an_operator_that_is_not_run_on_tiles_fails_on_junk(monkeypatch):
     """Without tiles for matrix products a row's bits depend on how many others there are."""
     monkeypatch.setattr(row_tiles, "_HANDLERS", {})
-    row_tiles._handler.cache_clear()
+    row_tiles.handler_of.cache_clear()
     try:
         failures = self_test(kd.models.tiny("llama"))
     finally:
-        row_tiles._handler.cache_clear()
+        row_tiles.handler_of.cache_clear()
     assert failures
     assert {failure.kind for failure in failures} == {"junk"}
 

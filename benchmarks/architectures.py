@@ -228,6 +228,7 @@ _STEP_SIZE = (
 NOTES: Mapping[str, str] = {
     "blt": "kvdrift finds no single list of blocks: several stacks run over bytes and over patches of them",
     "falcon_mamba": _CHUNKED,
+    "git": "upstream: a cached step puts an image before the text into the mask, always, which moves left padding",
     "hrm_text": "kvdrift finds no single list of blocks: two stacks run in turns, several times for each token",
     "jamba": _CHUNKED,
     "mamba": _CHUNKED,

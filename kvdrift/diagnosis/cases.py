@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 SHORT = 5
 """Tokens of a short prompt: with `STEPS` more, key lengths take every value modulo 16."""
 STEPS = 18
+PADDING = 3
+"""Tokens of left padding, which a window must reach at a decoding step to show that they are seen."""
 COST_LIMIT = {"cpu": 3e11, "cuda": 3e13}
 """Above so many parameters × tokens, a case runs on a tiny twin of the model."""
 
@@ -91,8 +93,7 @@ def prompt_cases(model: Model, a: Path, prompts: Sequence[Sequence[int]], steps:
 def lengths(model: Model, a: Path, seed: int = 0) -> list[Case]:
     """Cases around every window of the model, and around the length at which its rotary embedding switches."""
     make = _Maker(model, a, seed)
-    windows = sorted({info.window for info in model.architecture.layers if info.window and info.window > 2})
-    cases = [case for window in windows for case in make.window(window)]
+    cases = [case for window in make.windows for case in make.window(window)]
     switch = rope_switch(model.hf.config)
     if switch is not None:
         cases.append(replace(make.case("around the RoPE switch", max(switch - 2, 1), 4), switch=switch))
@@ -147,8 +148,10 @@ class _Maker:
     def __init__(self, model: Model, a: Path, seed: int) -> None:
         self.a = a
         self.vocab_size = model.vocab_size
+        self.windows = sorted({info.window for info in model.architecture.layers if info.window and info.window > 2})
         placed = model.backend.takes_positions or model.architecture.positional == "alibi"
-        self.padded = model.architecture.n_heads > 0 and placed
+        blocks = any("compressed" in info.attention for info in model.architecture.layers)  # counted from the padding
+        self.padded = model.architecture.n_heads > 0 and placed and not blocks
         self.croppable = isinstance(a, CacheOn) and (a.cache is not None or model.backend.new_cache().is_croppable)
         self._generator = torch.Generator().manual_seed(seed)
 
@@ -173,8 +176,11 @@ class _Maker:
         chunk = max(min(5, len(prompt) - 1), 1)
         cases = [Case("chunked prefill", prompt, feed[:2], 2, replace(self.a, prefill_chunk=chunk))]
         if self.padded:  # a model without attention takes its mask in the first pass alone
-            padded = replace(self.a, left_padding=self.a.left_padding + 3)
-            cases.append(Case("left padding", prompt, feed[:2], 2, padded))
+            padded = replace(self.a, left_padding=self.a.left_padding + PADDING)
+            near = prompt[: max(min(self.windows, default=len(prompt) + 6) - PADDING - 3, 1)]
+            cases.append(Case("left padding", near, feed[:2], 2, padded))
+            if near != prompt:
+                cases.append(Case("left padding beyond a window", prompt, feed[:2], 2, padded))
         if self.croppable:
             cases.append(Case("crop and continue", prompt, feed, 7, self.a, crop=(4, 3)))
         return cases

@@ -267,7 +267,7 @@ def _first_nonfinite(model: Model, snapshot: Snapshot) -> Where | None:
     bad = [
         (layer, order.index(site))
         for (layer, site), value in snapshot.rows.items()
-        if site in order and not value[..., -1, :].isfinite().all()
+        if site in order and not value[-1].isfinite().all()
     ]
     if not bad:
         return None

@@ -115,8 +115,8 @@ def changed_past(before: Snapshot, now: Snapshot, equal: Equal = same_bits) -> t
 def _pairs(a: Snapshot, b: Snapshot) -> Iterator[tuple[tuple[int, str], Tensor, Tensor]]:
     for key in a.rows.keys() & b.rows.keys():
         x, y = a.rows[key], b.rows[key]
-        n = min(x.shape[-2], y.shape[-2], a.position + 1)
-        yield _after(key), x[..., -n:, :], y[..., -n:, :]
+        n = min(len(x), len(y), a.position + 1)
+        yield _after(key), x[-n:], y[-n:]
     for layer, site in a.kv.keys() & b.kv.keys():
         (x, at_a), (y, at_b) = a.kv[layer, site], b.kv[layer, site]
         here, there = shared_positions(at_a, at_b, before=a.position)

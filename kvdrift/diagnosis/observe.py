@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvdrift.paths.path import Run
 from kvdrift.tracing.seam import AttentionCall, Order, Output, seam
-from kvdrift.tracing.sites import LOGITS, PATTERN
+from kvdrift.tracing.sites import HEAD_SITES, LOGITS, PATTERN
 from kvdrift.tracing.tap import Tap, Values
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Snapshot:
     position
         The current position.
     rows
-        Site values ``[…, row, feature]``; the last row is the current position.
+        Site values ``[row, …]``; the last row is the current position.
     kv
         Keys and values as the last pass of the step read them, ``[kv_head, key, feature]``, with the absolute
         position of each key.
@@ -85,7 +85,7 @@ def by_uncached_pass(model: Model) -> Model:
     with seam(model.hf, calls), model.evaluating():
         model.backend.forward(torch.zeros((1, 3), dtype=torch.long, device=model.device), 0)
     lengths: dict[int, list[int]] = {}
-    for call in calls.take():
+    for _, call in calls.take()[1]:
         lengths.setdefault(model.layer_of[id(call.module)], []).append(call.key.shape[2])
     plain = (DynamicLayer, DynamicSlidingWindowLayer)
     kept = {layer for layer, kind in enumerate(model.backend.new_cache().layers) if type(kind) in plain}
@@ -120,67 +120,86 @@ class Observer:
     def step(self, token: int | None = None) -> Snapshot:
         """One step of the run, observed."""
         self._tap.steps.clear()
-        with self._tap, seam(self.run.model.hf, self._calls), self._rotary.watching():
+        hf = self.run.model.hf
+        with ExitStack() as stack:
+            stack.callback(hf.register_forward_pre_hook(self._calls.begin, with_kwargs=True).remove)
+            stack.callback(hf.register_forward_pre_hook(self._rotary.begin).remove)
+            for context in (self._tap, seam(hf, self._calls), self._rotary.watching()):
+                stack.enter_context(context)
             step = self.run.step(token)
         passes, self._tap.steps = self._tap.steps, []
+        tokens, calls = self._calls.take()
         last = passes[-1]
         kv: dict[Key, tuple[Tensor, Sequence[int]]] = {
             (layer, site): (value[0], self.run.key_positions(layer, value.shape[2]))
             for site in ("k", "v")
             for layer, value in last.get(site, {}).items()
         }
-        return Snapshot(step.position, _rows(passes), kv, step.logits, self._placed(step.position), self._rotary.take())
+        placed = self._placed(step.position, tokens, calls)
+        return Snapshot(step.position, _rows(passes, tokens), kv, step.logits, placed, self._rotary.take())
 
-    def _placed(self, position: int) -> list[Call]:
-        """The calls of a step with the positions of their queries, which end at the current one, and keys."""
-        found: list[Call] = []
-        later: dict[int, int] = {}
-        for call in reversed(self._calls.take()):
+    def _placed(self, position: int, tokens: list[int], calls: list[tuple[int, AttentionCall]]) -> list[Call]:
+        """The calls of a step with the positions of their queries and keys; its last pass ends at the current one."""
+        found = []
+        for number, call in calls:
             layer = self.run.model.layer_of[id(call.module)]
-            end = position + 1 - later.get(layer, 0)
-            n_queries, n_keys = call.query.shape[2], call.key.shape[2]
-            later[layer] = later.get(layer, 0) + n_queries
-            if end == position + 1:
+            end = position + 1 - sum(tokens[number + 1 :])
+            n_keys = call.key.shape[2]
+            if number == len(tokens) - 1:
                 keys = self.run.key_positions(layer, n_keys)
             else:  # an earlier chunk of the prompt
                 keys = range(end - n_keys, end) if n_keys <= end + self._padding else range(n_keys)
-            found.append(Call(layer, call, range(end - n_queries, end), keys))
-        return found[::-1]
+            found.append(Call(layer, call, range(end - call.query.shape[2], end), keys))
+        return found
 
     @property
     def _padding(self) -> int:
         return int(getattr(getattr(self.run, "path", None), "left_padding", 0))
 
 
-def _rows(passes: list[Values]) -> dict[Key, Tensor]:
-    """Row-wise sites of a step, the passes of a chunked prefill one after the other."""
+def _rows(passes: list[Values], tokens: list[int]) -> dict[Key, Tensor]:
+    """Sites with a row per token, rows first, the passes of a chunked prefill one after the other."""
     found: dict[Key, Tensor] = {}
     for site, layers in passes[-1].items():
         if site in ("k", "v", LOGITS):
             continue
         for layer in layers:
-            parts = [values[site][layer][0] for values in passes]
-            found[layer, site] = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
+            heads = site in HEAD_SITES
+            parts = [_rows_first(values[site][layer][0], n, heads) for values, n in zip(passes, tokens, strict=True)]
+            found[layer, site] = parts[0] if len(parts) == 1 else torch.cat(parts)
     return found
 
 
+def _rows_first(value: Tensor, n_tokens: int, heads: bool) -> Tensor:
+    """Move the axis of tokens to the front: the second one of ``q`` and ``z``, else the first with as many entries."""
+    axis = 1 if heads else next(axis for axis, size in enumerate(value.shape) if size == n_tokens)
+    return value.movedim(axis, 0)
+
+
 class _Calls:
-    """Keeps the attention calls of a model's blocks."""
+    """Keeps the attention calls of a model's blocks, and how many tokens each pass consumed."""
 
     order = Order.OBSERVE
 
     def __init__(self, model: Model) -> None:
         self._layer_of = model.layer_of
-        self._found: list[AttentionCall] = []
+        self._tokens: list[int] = []
+        self._found: list[tuple[int, AttentionCall]] = []
 
     def __call__(self, call: AttentionCall, proceed: Callable[[AttentionCall], Output]) -> Output:
         if id(call.module) in self._layer_of:
-            self._found.append(replace(call))
+            self._found.append((len(self._tokens) - 1, replace(call)))
         return proceed(call)
 
-    def take(self) -> list[AttentionCall]:
-        found, self._found = self._found, []
-        return found
+    def begin(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note that a pass begins: a forward pre-hook of the model."""
+        ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
+        self._tokens.append(int(ids.shape[-1]))
+
+    def take(self) -> tuple[list[int], list[tuple[int, AttentionCall]]]:
+        """Tokens of each pass, and the calls with the number of their pass; both are handed over."""
+        tokens, found, self._tokens, self._found = self._tokens, self._found, [], []
+        return tokens, found
 
 
 class _RotaryPosition:
@@ -206,9 +225,14 @@ class _RotaryPosition:
         names = list(inspect.signature(module.forward).parameters)
         given = dict(zip(names, args, strict=False)) | kwargs
         ids = given.get("position_ids")
-        if isinstance(ids, Tensor) and ids.ndim == 2:
+        if self._found is None and isinstance(ids, Tensor) and ids.ndim == 2:  # later ones may be for compressed keys
             self._found = int(ids[0, -1])
 
+    def begin(self, *_: Any) -> None:
+        """Forget what an earlier pass was given: a forward pre-hook of the model."""
+        self._found = None
+
     def take(self) -> int | None:
+        """The last position id of the latest pass, handed over."""
         found, self._found = self._found, None
         return found

@@ -96,6 +96,7 @@ class CacheOnRun:
         self._prompt = prompt
         self._consumed = -path.left_padding  # counted in real tokens
         self._key_offsets: dict[int, int] = {}
+        self._end = 0  # slots in use after the latest pass
         self._execution = Execution(model, path.attn, controls)
 
     def step(self, token: int | None = None) -> Step:
@@ -109,6 +110,7 @@ class CacheOnRun:
         chunks = self._chunks() if token is None else [[token]]
         for chunk in chunks:
             self._key_offsets = self._offsets(len(chunk))
+            self._end = self._consumed + self.path.left_padding + len(chunk)
             logits = self._execution.forward(chunk, self._consumed, self.cache, self.path.left_padding)
             self._consumed += len(chunk)
         return Step(logits, self._consumed - 1)
@@ -221,9 +223,11 @@ class CacheOnRun:
     def key_positions(self, layer: int, n_keys: int) -> Sequence[int]:
         """Consecutive positions from the offset that the cache gave the mask before the latest pass.
 
-        Padding sits at negative ones.
+        Padding sits at negative ones. A layer that reads another layer's entries has no offset of its own: its keys
+        end with the pass, or fill all slots of a static cache.
         """
-        start = self._key_offsets.get(layer, 0) - self.path.left_padding
+        offset = self._key_offsets.get(layer, max(self._end - n_keys, 0))
+        start = offset - self.path.left_padding
         return range(start, start + n_keys)
 
     def _offsets(self, queries: int) -> dict[int, int]:

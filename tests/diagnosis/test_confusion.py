@@ -1,7 +1,7 @@
 """A part of the confusion table; benchmarks/confusion.py prints the whole."""
 
 import pytest
-from faults.judge import ALARMS, CLEAN, judge
+from faults.judge import CLEAN, judge
 
 FAULTY = [
     ("positions-one-too-high-at-decode", "gpt2", "float32"),
@@ -25,11 +25,11 @@ RIGHT = [("llama", "bfloat16"), ("mistral", "float32"), ("bloom", "bfloat16"), (
 def test_a_fault_is_called_one_and_placed(fault, family, dtype):
     case = judge(fault, family, dtype)
     assert case.counts
-    assert case.kind in ALARMS, case.reasons
+    assert case.right, case.reasons
     assert case.layer_right in (None, True), (case.layer, case.named, case.reasons)
 
 
 @pytest.mark.parametrize(("family", "dtype"), RIGHT)
 def test_a_clean_model_is_not_called_a_bug(family, dtype):
     case = judge(CLEAN, family, dtype)
-    assert case.kind in ("exact", "rounding"), case.reasons
+    assert case.right, case.reasons

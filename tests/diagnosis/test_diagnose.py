@@ -5,7 +5,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch import nn
-from transformers import DynamicCache
+from transformers import DiffLlamaConfig, DiffLlamaForCausalLM, DynamicCache
 
 import kvdrift as kd
 from kvdrift.controls import cast_copy
@@ -44,6 +44,16 @@ def test_clean_models_are_rounding_or_exact(family, dtype, hooks):
     assert any("agree in every bit" in reason for reason in verdict.reasons)
     assert any("rounding bounds" in reason for reason in verdict.reasons)
     assert not hooks(model)
+
+
+def test_layers_that_call_attention_twice_are_read_pass_by_pass():
+    config = DiffLlamaConfig(
+        vocab_size=384, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, pad_token_id=None, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    verdict = diagnose(DiffLlamaForCausalLM(config).eval())
+    assert verdict.equivalent, str(verdict)
 
 
 def test_a_path_against_itself_is_exact():

@@ -49,7 +49,7 @@ def test_a_fault_is_measured_placed_and_charged(tiny_model):
     assert witness.wrong == "a"
 
     def logits(path):
-        run = path.start(copy, PROMPT, (float64.Promote(),))
+        run = path.start(copy, PROMPT, (kd.TrueFloat64(),))
         found = [run.step().logits, *(run.step(token).logits for token in (1, 2, 3, 4))]
         return torch.stack(found).numpy()
 

@@ -81,3 +81,13 @@ def test_what_cannot_be_taken_back_is_refused(tiny_model):
         windowed.crop(1)
     with pytest.raises(InputError, match="left_padding"):
         kd.CacheOn(left_padding=-1)
+
+
+def test_keys_of_a_layer_without_a_cache_of_its_own_end_with_the_pass(tiny_model):
+    """Layers that share another layer's entries, as Gemma 3n's last ones do."""
+    run = kd.CacheOn(left_padding=2).start(tiny_model("mistral"), PROMPT)
+    run.step()
+    assert list(run.key_positions(99, len(PROMPT) + 2)) == list(range(-2, len(PROMPT)))
+    run.step(1)
+    assert list(run.key_positions(99, 8)) == list(run.key_positions(0, 8)) == list(range(5, 13))
+    assert list(run.key_positions(99, 64)) == list(range(-2, 62))  # the slots of a static cache

@@ -1,0 +1,105 @@
+"""What a fault does to the float64 output of a model: a case counts where it changes it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from faults.fault import Fault, can_crop
+from torch import Tensor
+from transformers import DynamicCache
+
+from kvdrift.controls import cast_copy, promote_float32
+
+THRESHOLD = 1e-9
+LONG, OTHER = list(range(7, 28)), list(range(60, 39, -1))
+
+
+def changes_float64(fault: Fault, hf: Any) -> bool:
+    """Whether ``fault`` moves the logits of a float64 copy of ``hf`` by more than rounding."""
+    return max(effect(fault, hf).values()) > THRESHOLD
+
+
+def effect(fault: Fault, hf: Any) -> dict[str, float]:
+    """By how much the fault moves the logits, relative to the largest, under each circumstance.
+
+    Parameters
+    ----------
+    fault
+        A fault that applies.
+    hf
+        A transformers model in any dtype; its float64 copy, made inside the block, is what runs.
+    """
+    right = _outputs(cast_copy(hf, torch.float64))
+    with fault.apply(hf):
+        wrong = _outputs(cast_copy(hf, torch.float64))
+    return {name: _relative(wrong[name], right[name]) for name in right}
+
+
+def _outputs(hf: Any) -> dict[str, Tensor]:
+    cases: dict[str, Callable[[], Tensor]] = {
+        "cache-ON": lambda: cache_on(hf, LONG, prompt=5),
+        "a later prompt": lambda: cache_on(hf, OTHER, prompt=9),
+        "chunked prefill": lambda: cache_on(hf, LONG, prompt=18, chunk=6),
+        "left padding": lambda: cache_on(hf, LONG, prompt=6, padding=3),
+        "after a crop": lambda: cache_on(hf, LONG, prompt=5, crop=3),
+        "cache-OFF": lambda: run(hf, LONG, 0, None),
+        "cache-OFF at 16": lambda: run(hf, LONG[:16], 0, None),
+    }
+    with promote_float32(), torch.no_grad():
+        return {name: _logits(case) for name, case in cases.items() if name != "after a crop" or can_crop(hf)}
+
+
+def _logits(case: Callable[[], Tensor]) -> Tensor:
+    """What a case gives; not a number where a fault makes it break down."""
+    try:
+        return case()
+    except (RuntimeError, AttributeError, IndexError):
+        return torch.tensor(torch.nan)
+
+
+def cache_on(
+    hf: Any, ids: Sequence[int], prompt: int, chunk: int | None = None, padding: int = 0, crop: int = 0
+) -> Tensor:
+    """Logits ``[token, vocab]`` of real tokens: the prompt in chunks, the rest one by one, with a cache.
+
+    With ``crop``, so many other tokens are consumed after the prompt and cropped again.
+    """
+    cache = DynamicCache(config=hf.config)
+    tokens = [0] * padding + list(ids)
+    ends = [*range(chunk or padding + prompt, padding + prompt, chunk or padding + prompt), padding + prompt]
+    if crop:
+        cache.activate_past_recording()
+    found, start = [], 0
+    for end in ends:
+        found.append(run(hf, tokens[start:end], start - padding, cache, padding))
+        start = end
+    if crop:
+        for token in range(crop):
+            run(hf, [100 + token], start + token, cache)
+        cache.crop(-crop)
+    for end in range(start, len(tokens)):
+        found.append(run(hf, tokens[end : end + 1], end - padding, cache, padding))
+        if crop:
+            cache.crop(0)
+    return torch.cat(found)[padding:]
+
+
+def run(hf: Any, tokens: Sequence[int], start: int, cache: Any, padding: int = 0) -> Tensor:
+    """Logits ``[token, vocab]`` of one pass over tokens whose first sits at position ``start``."""
+    end = start + len(tokens)
+    arguments: dict[str, Any] = {"input_ids": torch.tensor([tokens]), "use_cache": cache is not None, "cache": cache}
+    if "position_ids" in inspect.signature(hf.forward).parameters:
+        arguments["position_ids"] = torch.arange(start, end).clamp(min=0)[None]
+    if padding:
+        arguments["attention_mask"] = (torch.arange(-padding, end) >= 0).long()[None]
+    return hf(**arguments).logits[0]
+
+
+def _relative(x: Tensor, y: Tensor) -> float:
+    """The largest difference relative to the largest entry; infinite where something is not finite."""
+    if not torch.isfinite(x).all():
+        return float("inf")
+    return float((x - y).abs().max() / y.abs().max())

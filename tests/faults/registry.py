@@ -1,0 +1,13 @@
+"""All faults by name."""
+
+from __future__ import annotations
+
+from faults import attention, cache, masks, native, positions, recurrent, windows
+from faults.fault import Fault
+
+FAULTS: dict[str, Fault] = {
+    found.name: found
+    for module in (positions, cache, windows, masks, attention, native, recurrent)
+    for found in vars(module).values()
+    if isinstance(found, Fault)
+}

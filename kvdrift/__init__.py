@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvdrift import experiments, models, views
+    from kvdrift.controls import counterfactual
     from kvdrift.controls.attention_backend import SdpaBackend
     from kvdrift.controls.attention_float32 import AttentionFloat32
     from kvdrift.controls.fixed_shape import FixedShape, fixed_shape
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from kvdrift.controls.reroll import ReRoll
     from kvdrift.controls.true_float32 import TrueFloat32
     from kvdrift.controls.true_float64 import TrueFloat64
+    from kvdrift.controls.wide_sums import WideSums
     from kvdrift.drift.compare import compare
     from kvdrift.drift.result import Drift
     from kvdrift.ladder.falsify import falsify
@@ -56,7 +58,9 @@ _HOMES = {
     "TrueFloat32": "controls.true_float32",
     "TrueFloat64": "controls.true_float64",
     "Verdict": "diagnosis.verdict",
+    "WideSums": "controls.wide_sums",
     "compare": "drift.compare",
+    "counterfactual": "controls.counterfactual",
     "diagnose": "diagnosis.diagnose",
     "experiments": "experiments",
     "factorial": "patching.factorial",
@@ -72,6 +76,7 @@ _HOMES = {
     "views": "views",
     "write_report": "report.write",
 }
+_MODULES = ("counterfactual", "experiments", "models", "views")
 __all__ = [
     "AttentionFloat32",
     "CacheOff",
@@ -93,7 +98,9 @@ __all__ = [
     "TrueFloat32",
     "TrueFloat64",
     "Verdict",
+    "WideSums",
     "compare",
+    "counterfactual",
     "diagnose",
     "experiments",
     "factorial",
@@ -116,7 +123,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'kvdrift' has no attribute {name!r}")
     home = import_module(f"kvdrift.{_HOMES[name]}")
-    value = home if _HOMES[name] == name else getattr(home, name)
+    value = home if name in _MODULES else getattr(home, name)
     globals()[name] = value
     return value
 

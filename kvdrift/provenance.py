@@ -145,9 +145,9 @@ def _arithmetic() -> dict[str, Any]:
         "mkl": torch.backends.mkl.is_available(),
         "mkldnn": torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled),
         "environment": {name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "tf32_matmul": bool(cuda.matmul.allow_tf32),
-        "tf32_cudnn": bool(torch.backends.cudnn.allow_tf32),
+        "float32_matmul_precision": _float32_matmul_precision(),
+        "tf32_matmul": _tf32(cuda.matmul),
+        "tf32_cudnn": _tf32(torch.backends.cudnn),
         "fp16_reduced_precision_reduction": _flag(cuda.matmul.allow_fp16_reduced_precision_reduction),
         "bf16_reduced_precision_reduction": _flag(cuda.matmul.allow_bf16_reduced_precision_reduction),
         "fp16_bf16_reduction_math_sdp": bool(fp16_bf16_math()) if fp16_bf16_math else None,
@@ -166,6 +166,21 @@ def _arithmetic() -> dict[str, Any]:
             if enabled
         ],
     }
+
+
+def _tf32(backend: Any) -> Any:
+    """Whether TensorFloat-32 is allowed, or what the backend says where it was set by PyTorch's newer flags alone."""
+    try:
+        return bool(backend.allow_tf32)
+    except RuntimeError:
+        return str(backend.fp32_precision)
+
+
+def _float32_matmul_precision() -> str:
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # set by the newer flags, in a way that has no older name
+        return str(torch.backends.fp32_precision)
 
 
 def _flag(value: Any) -> Any:

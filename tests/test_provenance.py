@@ -1,6 +1,8 @@
 import getpass
 import json
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -68,3 +70,13 @@ def test_looking_changes_nothing():
 def test_prompt_hash(other):
     assert provenance.prompt_hash([1, 2, 3]) == provenance.prompt_hash(torch.tensor([1, 2, 3]))
     assert provenance.prompt_hash([1, 2, 3]) != provenance.prompt_hash(other)
+
+
+def test_precision_set_by_the_newer_flags_is_collected():
+    """Their mixture with the older ones makes PyTorch's older getters raise."""
+    code = (
+        "import torch; torch.backends.fp32_precision = 'ieee'; torch.backends.cuda.matmul.fp32_precision = 'tf32'\n"
+        "from kvdrift import provenance; print(provenance.collect()['arithmetic']['tf32_cudnn'])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() in ("False", "ieee")

@@ -57,3 +57,66 @@ PATCHING = (
         "A control: the same path with every sum added in another seeded order, and nothing written into it.",
     ),
 )
+LADDER = (
+    ("arm", "The same comparison, with the same weights on the same tokens, in one kind of arithmetic."),
+    ("base arm", "The model as it was given; it chooses the tokens that all arms consume."),
+    ("KL", "How far the two predicted distributions lie apart, in nats."),
+    (
+        "predicted by drift²",
+        "KL is a squared distance: where one arm drifts a tenth as far as another, a hundredth of the KL is expected. "
+        "Drift is the root mean square of the relative L2 difference of the residual stream after the last layer.",
+    ),
+    (
+        "unit roundoff²",
+        "The law that sees only the rounding of stored numbers: KL goes with the square of half the distance between "
+        "neighbouring numbers (2⁻⁸ in bfloat16, 2⁻¹¹ in float16, 2⁻²⁴ in float32, 2⁻⁵³ in float64). It leaves out the "
+        "error that sums accumulate.",
+    ),
+    ("LayerCast", "Weights stored in 16 bits, cast to float32 just before use; everything is computed in float32."),
+    (
+        "re-roll",
+        "A control: every sum with its terms in another seeded order. Cache-ON against its own re-roll is what the "
+        "order of summation alone does, with no cache-OFF in it.",
+    ),
+    (
+        "fixed shape",
+        "Every row of every operation is computed at one fixed shape. Two paths that compute the same function then "
+        "agree in every bit.",
+    ),
+    ("flip", "A step at which the two paths, fed the same tokens, would choose different next tokens."),
+    ("tie", "A step at which the two best logits of either path are equal."),
+)
+ARCHITECTURE = (
+    (
+        "counterfactual",
+        "A copy of the model that computes the same function in another architecture; checked in float64.",
+    ),
+    (
+        "KV heads expanded",
+        "The K/V weights of each group are repeated, so that every query head has a KV head of its own (MHA).",
+    ),
+    (
+        "windows widened",
+        "Sliding layers see every position; the same function while the text fits in the window.",
+    ),
+    ("drift", "The difference between the two paths at one place in the model, fed the same tokens."),
+    (
+        "local drift",
+        "What one layer makes by itself: both paths get bitwise the same inputs there.",
+    ),
+    (
+        "share of a layer",
+        "What it adds to the final drift (its rise over the layer below), or its part of all local drift. An even "
+        "course gives 1 / layers to each.",
+    ),
+    (
+        "sign-flip test",
+        "If a change of architecture did nothing, each prompt's difference could as well have had the other sign; p is "
+        "the share of sign assignments at least as extreme. With n prompts it cannot fall below 2^(1 − n).",
+    ),
+    (
+        "rounding floor",
+        "The drift of a path against itself with every sum added in another order. Above it means more than the "
+        "order of summation; that is not by itself a bug.",
+    ),
+)

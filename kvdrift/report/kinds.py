@@ -8,11 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from kvdrift.drift.result import Drift
+from kvdrift.experiments.paper_architecture import PaperArchitecture
 from kvdrift.experiments.paper_patching import PaperPatching
+from kvdrift.ladder.result import Ladder
 from kvdrift.models.labels import PathInfo
 from kvdrift.patching.factorial_result import Factorial
 from kvdrift.patching.result import PatchResult, Sweep
-from kvdrift.report import drift_section, factorial_section, glossary, paper_patching_section, patching_section
+from kvdrift.report import (
+    drift_section,
+    factorial_section,
+    glossary,
+    ladder_section,
+    paper_architecture_section,
+    paper_patching_section,
+    patching_section,
+)
 from kvdrift.report.parts import Section
 
 
@@ -62,8 +72,16 @@ KINDS = (
         "factorial", Factorial.load,
     ),
     Kind(
+        Ladder, "the precision ladder", lambda ladder: ladder.model, ladder_section.section, glossary.LADDER, "ladder",
+        Ladder.load,
+    ),
+    Kind(
         PaperPatching, "patching", lambda result: next(iter(result.sweeps.values())).recipient,
         paper_patching_section.section, glossary.PATCHING, None, PaperPatching.load,
+    ),
+    Kind(
+        PaperArchitecture, "the architecture experiment", lambda result: result.original.a,
+        paper_architecture_section.section, glossary.ARCHITECTURE, None, PaperArchitecture.load,
     ),
 )  # fmt: skip
 

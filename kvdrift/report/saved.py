@@ -10,12 +10,14 @@ from safetensors import SafetensorError, safe_open
 
 from kvdrift.drift.result import Drift
 from kvdrift.errors import FileError
+from kvdrift.experiments.paper_architecture import PaperArchitecture
 from kvdrift.experiments.paper_patching import PaperPatching
 from kvdrift.report.kinds import KINDS
 
 
 def load_result(path: str | Path) -> Any:
-    """Read a saved drift, patch, sweep or factorial, whichever the file holds; or a folder that `PaperPatching` saved.
+    """Read a saved result of any kind, whichever the file holds; or a folder that an
+    experiment of the paper (`PaperPatching`, `PaperArchitecture`) saved.
 
     Raises
     ------
@@ -30,7 +32,7 @@ def load_result(path: str | Path) -> Any:
     """
     path = Path(path)
     if path.is_dir():
-        return PaperPatching.load(path)
+        return PaperArchitecture.load(path) if (path / "original.safetensors").is_file() else PaperPatching.load(path)
     found = _kind(path)
     if found is None:
         return Drift.load(path)  # refuses the file, with the reason

@@ -27,7 +27,7 @@ def write_report(path: str | Path, *results: Any, title: str | None = None, comm
     path
         The file to write, atomically.
     results
-        Any mix of what `kvdrift.compare`, `kvdrift.patch`, `kvdrift.sweep`, `kvdrift.factorial` and
+        Any mix of what `kvdrift.compare`, `kvdrift.patch`, `kvdrift.sweep`, `kvdrift.factorial`, `kvdrift.falsify` and
         `kvdrift.experiments.paper_patching` return. A figure that the data do not support is replaced by the sentence
         that says why.
     title
@@ -103,8 +103,8 @@ def _known(result: Any) -> Kind:
     kind = kind_of(result)
     if kind is None:
         raise InputError(
-            f"write_report was given a {type(result).__name__}; it takes what kvdrift.compare, patch, sweep, factorial "
-            "and experiments.paper_patching return."
+            f"write_report was given a {type(result).__name__}; it takes what kvdrift.compare, patch, sweep, "
+            "factorial, falsify and experiments.paper_patching return."
         )
     return kind
 

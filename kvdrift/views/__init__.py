@@ -1,10 +1,12 @@
 """Figures: each takes result objects and returns a `plotly.graph_objects.Figure`; none shows it."""
 
+from kvdrift.views.architectures import architectures
 from kvdrift.views.factorial import factorial
 from kvdrift.views.families import families
 from kvdrift.views.growth import growth
 from kvdrift.views.kv_heads import kv_heads
 from kvdrift.views.kv_positions import kv_positions
+from kvdrift.views.ladder import ladder
 from kvdrift.views.layer_step import layer_step
 from kvdrift.views.precision import precision
 from kvdrift.views.recovery import recovery
@@ -13,11 +15,13 @@ from kvdrift.views.tokens import tokens
 from kvdrift.views.trajectories import trajectories
 
 __all__ = [
+    "architectures",
     "factorial",
     "families",
     "growth",
     "kv_heads",
     "kv_positions",
+    "ladder",
     "layer_step",
     "precision",
     "recovery",

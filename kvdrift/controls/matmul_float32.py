@@ -1,0 +1,66 @@
+"""Matrix products alone in float32."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+
+from kvdrift.controls.operators import by_operator
+from kvdrift.controls.scope import Scope
+from kvdrift.controls.true_float32 import TrueFloat32
+from kvdrift.controls.upcast import WideOperators
+from kvdrift.controls.weight_copies import WeightCopies
+from kvdrift.errors import ModelError
+
+PRODUCTS = ("mm", "bmm", "mv", "dot", "addmm", "addmv", "baddbmm", "addbmm", "_addmm_activation", "_grouped_mm")
+
+
+@dataclass(frozen=True)
+class MatmulFloat32:
+    """A control that computes every matrix product in float32 from the stored factors and rounds the result back.
+
+    Products inside a fused attention kernel are not seen; under eager attention they are. What stays in 16 bits is
+    what is stored between two operations, and everything that is no product: norms, softmax, activations, residual
+    sums. Float32 copies of weights are kept where memory allows.
+
+    Raises
+    ------
+    ModelError
+        In a forward pass without a product in half precision: the control would do nothing.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import kvdrift as kd
+    >>> model = kd.load(kd.models.tiny("llama", dtype=torch.bfloat16), quiet=True)
+    >>> kd.CacheOn(controls=(kd.MatmulFloat32(),)).start(model, [1, 2, 3]).step().logits.dtype
+    torch.bfloat16
+    """
+
+    @property
+    def label(self) -> str:
+        """``"products in float32"``."""
+        return "products in float32"
+
+    def bind(self, module: nn.Module) -> Scope:
+        """Prepare the forward passes of ``module``; float32 weights are kept until the result is closed."""
+        exact, copies = TrueFloat32().bind(module), WeightCopies(module)
+
+        def enter(stack: ExitStack) -> None:
+            mode = WideOperators(by_operator({name: name for name in PRODUCTS}), torch.float32, copies)
+            copies.refresh()
+            stack.push(partial(_check, mode))
+            stack.enter_context(exact)
+            stack.enter_context(mode)
+
+        return Scope(enter, copies.clear)
+
+
+def _check(mode: WideOperators, kind: type[BaseException] | None, *_: object) -> None:
+    """Refuse a pass that ended well without a product."""
+    if kind is None and not mode.counts:
+        raise ModelError("No matrix product in half precision came by: the model is in float32 already.")

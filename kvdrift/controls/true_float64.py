@@ -1,0 +1,55 @@
+"""True float64: hard-coded float32 casts are promoted."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from kvdrift.controls.precision import promote_float32
+from kvdrift.controls.scope import Scope
+from kvdrift.errors import InputError
+
+
+@dataclass(frozen=True)
+class TrueFloat64:
+    """A control under which a float64 model computes in float64 throughout.
+
+    Many models cast softmax, norms, routers and rotary embeddings to a hard-coded float32; see
+    `kvdrift.controls.promote_float32`.
+
+    Raises
+    ------
+    InputError
+        When bound to a model whose weights are not float64.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import kvdrift as kd
+    >>> model = kd.models.tiny("llama", dtype=torch.float64)
+    >>> exact = (kd.TrueFloat64(),)
+    >>> on, off = kd.CacheOn(controls=exact), kd.CacheOff(controls=exact)
+    >>> drift = kd.compare(model, [1, 2, 3], a=on, b=off, max_new_tokens=4, floor=0, local=False, progress=False)
+    >>> float(drift.values("logits", "logit_max").max()) < 1e-12
+    True
+    """
+
+    @property
+    def label(self) -> str:
+        """``"true float64"``."""
+        return "true float64"
+
+    def bind(self, module: nn.Module) -> Scope:
+        """Prepare the forward passes of ``module``."""
+        if not all(weight.dtype == torch.float64 for weight in module.parameters() if weight.is_floating_point()):
+            raise InputError(
+                "TrueFloat64 promotes what a float64 model casts down; this model's weights are not float64."
+            )
+
+        def enter(stack: ExitStack) -> None:
+            stack.enter_context(promote_float32())
+
+        return Scope(enter)

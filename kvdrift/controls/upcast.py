@@ -1,0 +1,168 @@
+"""Numbers handed on in a wider dtype: inputs of operators and attention calls, weights of modules while they run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvdrift.controls.weight_copies import WeightCopies
+from kvdrift.tracing.seam import AttentionCall, Order, Output
+
+HALVES = (torch.float16, torch.bfloat16)
+
+Cast = Callable[[Tensor], Tensor]
+
+
+def narrower(value: Any, dtype: torch.dtype) -> bool:
+    """Whether ``value`` is a floating-point tensor of fewer bits than ``dtype`` has.
+
+    Examples
+    --------
+    >>> narrower(torch.ones(2, dtype=torch.bfloat16), torch.float32), narrower(torch.ones(2), torch.float32)
+    (True, False)
+    """
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dtype.itemsize < dtype.itemsize
+
+
+def upcast(value: Any, dtype: torch.dtype = torch.float32) -> Any:
+    """A tensor in ``dtype`` if it is narrower; tuples, lists and dicts of them; anything else as it is.
+
+    Examples
+    --------
+    >>> upcast(torch.ones(2, dtype=torch.bfloat16)).dtype, upcast("text")
+    (torch.float32, 'text')
+    """
+    if isinstance(value, Tensor):
+        return value.to(dtype) if narrower(value, dtype) else value
+    if type(value) in (tuple, list):
+        return type(value)(upcast(item, dtype) for item in value)
+    if type(value) is dict:
+        return {name: upcast(item, dtype) for name, item in value.items()}
+    return value
+
+
+class WideAttention:
+    """A link that executes attention calls in ``dtype`` and rounds what they return.
+
+    Attributes
+    ----------
+    calls
+        How many calls were narrower and so were widened.
+    """
+
+    order = Order.EXECUTE
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype, self.calls = dtype, 0
+
+    def __call__(self, call: AttentionCall, proceed: Callable[[AttentionCall], Output]) -> Output:
+        """Execute one attention call."""
+        if not narrower(call.query, self.dtype):
+            return proceed(call)
+        self.calls += 1
+        query, key, value, mask = upcast((call.query, call.key, call.value, call.mask), self.dtype)
+        wide = replace(call, query=query, key=key, value=value, mask=mask, kwargs=upcast(call.kwargs, self.dtype))
+        output, pattern = proceed(wide)
+        dtype = call.query.dtype
+        return output.to(dtype), None if pattern is None else pattern.to(dtype)
+
+
+class WideOperators(TorchDispatchMode):
+    """Hands the inputs of some operators on in ``dtype`` and rounds what they return.
+
+    Parameters
+    ----------
+    operators
+        Operator → its name in `counts`; see `kvdrift.controls.operators.by_operator`.
+    dtype
+        What they compute in.
+    copies
+        Keeps weights in that dtype.
+
+    Attributes
+    ----------
+    counts
+        How many calls of each operator had narrower inputs and so were widened.
+    """
+
+    def __init__(self, operators: Mapping[Any, str], dtype: torch.dtype, copies: WeightCopies) -> None:
+        super().__init__()
+        self.operators, self.dtype, self.copies = operators, dtype, copies
+        self.counts: Counter[str] = Counter()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Spare each of the many calls of `__torch_dispatch__` a wrapper that matters to torch.compile alone."""
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = next((arg for arg in args if narrower(arg, self.dtype)), None) if func in self.operators else None
+        if given is not None:
+            return self._widened(func, given.dtype, args, kwargs or {})
+        if torch.is_inference_mode_enabled() and func._can_decompose():
+            with self:  # under inference mode composite operations arrive whole
+                return func.decompose(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _widened(self, func: Any, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = self.operators[func]
+        self.counts[name] += 1
+        if kwargs.get("dtype") is not None:  # the operator is asked for another dtype than its input's
+            dtype, kwargs = kwargs["dtype"], {**kwargs, "dtype": self.dtype}
+        if name in ("_softmax", "_log_softmax") and args[2]:  # half to float in one go
+            dtype, args = torch.float32, (*args[:2], False)
+        result = func(*(self._wide(arg) for arg in args), **kwargs)
+        if isinstance(result, Tensor):
+            return result.to(dtype)
+        return tuple(part.to(dtype) if isinstance(part, Tensor) else part for part in result)
+
+    def _wide(self, arg: Any) -> Any:
+        return self.copies.get(arg, 0, lambda tensor, _: tensor.to(self.dtype)) if narrower(arg, self.dtype) else arg
+
+
+def run_in_float32(stack: ExitStack, unit: nn.Module, *, whole: bool, cast: Cast = Tensor.float) -> None:
+    """Hook ``unit`` so that, while it runs, its half-precision weights and inputs are float32.
+
+    Parameters
+    ----------
+    stack
+        Takes what removes the hooks.
+    unit
+        A module.
+    whole
+        Cast the weights of all modules in it, not only its own.
+    cast
+        Makes the float32 weight; by default a fresh one at every call.
+    """
+    kept: list[tuple[dict[str, Any], str, Any]] = []
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        for owner in unit.modules() if whole else [unit]:
+            stores: list[dict[str, Any]] = [owner.__dict__["_parameters"], owner.__dict__["_buffers"]]
+            for held in stores:
+                for name, value in held.items():
+                    if narrower(value, torch.float32):
+                        kept.append((held, name, value))
+                        held[name] = _like(value, cast(value.detach()))
+        return upcast(args), upcast(kwargs)
+
+    def after(*_: Any) -> None:
+        while kept:
+            held, name, value = kept.pop()
+            held[name] = value
+
+    stack.callback(unit.register_forward_pre_hook(before, with_kwargs=True).remove)
+    stack.callback(unit.register_forward_hook(after, always_call=True).remove)
+
+
+def _like(before: Tensor, value: Tensor) -> Tensor:
+    return nn.Parameter(value, requires_grad=False) if isinstance(before, nn.Parameter) else value

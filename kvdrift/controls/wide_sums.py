@@ -1,0 +1,70 @@
+"""Every sum in float64, everything stored as before."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from kvdrift.controls.matmul_float32 import PRODUCTS
+from kvdrift.controls.operators import by_operator
+from kvdrift.controls.scope import Scope
+from kvdrift.controls.upcast import WideAttention, WideOperators
+from kvdrift.controls.weight_copies import WeightCopies
+from kvdrift.errors import InputError
+from kvdrift.tracing.seam import seam
+
+SUMS = (
+    *("sum.default", "sum.dim_IntList", "mean.default", "mean.dim", "logsumexp", "cumsum"),
+    *("var.correction", "var_mean.correction", "std.correction", "std_mean.correction", "linalg_vector_norm"),
+    *("_softmax", "_safe_softmax", "_log_softmax", "native_layer_norm", "_fused_rms_norm"),
+)
+"""Operators that add many terms and are no products."""
+
+
+@dataclass(frozen=True)
+class WideSums:
+    """A control that adds in float64 and stores as before.
+
+    Matrix products, means, norms, softmax and whole attention calls are computed in float64 from the stored numbers,
+    and their results are rounded to the dtype in which the model stores them. Storage rounds as it always does; what
+    is gone is the error of accumulating sums, and with it nearly every trace of the order in which terms are added:
+    sums in two orders round to different numbers only where they straddle a rounding boundary by 1e-16. Convolutions
+    and scans are left alone.
+
+    Raises
+    ------
+    InputError
+        When bound to a float64 model: nothing is wider.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import kvdrift as kd
+    >>> model = kd.load(kd.models.tiny("llama", dtype=torch.bfloat16), quiet=True)
+    >>> kd.CacheOn(controls=(kd.WideSums(),)).start(model, [1, 2, 3]).step().logits.dtype
+    torch.bfloat16
+    """
+
+    @property
+    def label(self) -> str:
+        """``"sums in float64"``."""
+        return "sums in float64"
+
+    def bind(self, module: nn.Module) -> Scope:
+        """Prepare the forward passes of ``module``; float64 weights are kept until the result is closed."""
+        if all(weight.dtype == torch.float64 for weight in module.parameters()):
+            raise InputError("WideSums adds in float64, and this model is in float64 already.")
+        copies = WeightCopies(module)
+
+        def enter(stack: ExitStack) -> None:
+            copies.refresh()
+            stack.enter_context(seam(module, WideAttention(torch.float64)))
+            stack.enter_context(WideOperators(_OPERATORS, torch.float64, copies))
+
+        return Scope(enter, copies.clear)
+
+
+_OPERATORS = by_operator({name: name.partition(".")[0] for name in (*PRODUCTS, *SUMS)})

@@ -1,0 +1,234 @@
+"""The paper's two claims about architecture, tested on copies that differ in architecture and in nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path as FilePath
+from typing import Any
+
+from kvdrift.controls.counterfactual import expand_kv_heads, widen_window
+from kvdrift.controls.precision import cast_copy
+from kvdrift.drift.compare import compare
+from kvdrift.drift.result import Drift
+from kvdrift.errors import FileError, InputError, ModelError
+from kvdrift.experiments import architecture_tables as tables
+from kvdrift.experiments import architecture_words as words
+from kvdrift.experiments.architecture_numbers import SITE
+from kvdrift.models.load import load
+from kvdrift.models.model import Model, as_prompts
+
+ARMS = {
+    "original": "original",
+    "kv_heads": "KV heads expanded",
+    "windows": "windows widened",
+    "both": "both",
+}
+"""Field of `PaperArchitecture` → the arm in words."""
+COPIED = (
+    "Every arm ran on a fresh copy of the weights, the original too: where weights lie in memory (those of a loaded "
+    "checkpoint often start off a 64-byte boundary) can by itself change the bits of a float32 product."
+)
+
+
+@dataclass(frozen=True)
+class PaperArchitecture:
+    """Cache-ON against cache-OFF in one model and in its counterfactuals, on the same tokens.
+
+    Made by `paper_architecture`.
+
+    Attributes
+    ----------
+    original
+        The model as it is, on a plain copy of its weights.
+    kv_heads
+        Every query head with a KV head of its own; None where that does not apply.
+    windows
+        Sliding layers that see everything; None where that does not apply.
+    both
+        Both changes; None where one does not apply.
+    """
+
+    original: Drift
+    kv_heads: Drift | None = None
+    windows: Drift | None = None
+    both: Drift | None = None
+
+    @property
+    def arms(self) -> dict[str, Drift]:
+        """Arm in words → its drift, the original first."""
+        found = {name: getattr(self, field) for field, name in ARMS.items()}
+        return {name: drift for name, drift in found.items() if drift is not None}
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What could not be measured or made, and why."""
+        return tuple(dict.fromkeys(note for drift in self.arms.values() for note in drift.notes))
+
+    def to_dataframe(self, what: str = "arms") -> Any:
+        """A table of ``"arms"`` or of ``"layers"``.
+
+        ``"arms"``: one row per arm and kind of drift (``of``: accumulated ``"drift"``, or ``"local"``). ``first`` is
+        the first layer's drift, ``first_share`` its share of the whole and ``largest_share`` that of the layer that
+        adds most (1 / layers in an even course; the whole is the last layer's drift, or the sum of all local drift):
+        means over prompts, each followed by its paired difference to the original (``…_change``, its interval,
+        ``…_p`` of a sign-flip test over prompts). ``same_numbers``: every number of this arm equals the original's in
+        every bit.
+
+        ``"layers"``: one row per arm, kind and layer: what the figure draws, with p-values after Holm's correction over
+        layers.
+
+        Raises
+        ------
+        InputError
+            If ``what`` is neither.
+        """
+        if what not in ("arms", "layers"):
+            raise InputError(f"to_dataframe({what!r}): choose arms or layers.")
+        return tables.arms(self.arms) if what == "arms" else tables.layers(self.arms)
+
+    def reading(self) -> list[str]:
+        """What the table says about the paper's two claims, in sentences."""
+        return words.reading(self.original, self.kv_heads, self.windows, self.both)
+
+    def headline(self) -> str:
+        """The answer in one sentence."""
+        return words.headline(self.original, self.kv_heads, self.windows)
+
+    def summary(self) -> str:
+        """The reading and the notes as one text."""
+        return "\n".join([*self.reading(), *self.notes])
+
+    def to_dict(self) -> dict[str, Any]:
+        """The tables and the reading as plain data."""
+        made = {name: tables.plain(self.to_dataframe(name)) for name in ("arms", "layers")}
+        return {**made, "reading": self.reading(), "notes": list(self.notes)}
+
+    def __repr__(self) -> str:
+        return self.summary()
+
+    def save(self, folder: str | FilePath) -> FilePath:
+        """Write every arm into a folder, one file each."""
+        folder = FilePath(folder)
+        for name in ARMS:
+            drift = getattr(self, name)
+            if drift is not None:
+                drift.save(folder / f"{name}.safetensors")
+        return folder
+
+    @classmethod
+    def load(cls, folder: str | FilePath) -> PaperArchitecture:
+        """Read what `save` wrote.
+
+        Raises
+        ------
+        FileError
+            If the folder does not hold such an experiment, or a file is truncated or edited.
+        """
+        files = {name: FilePath(folder) / f"{name}.safetensors" for name in ARMS}
+        if not files["original"].is_file():
+            raise FileError(f"{folder} holds no saved architecture experiment; give the folder that `save` wrote.")
+        return cls(**{name: Drift.load(file) for name, file in files.items() if file.is_file()})
+
+
+def paper_architecture(
+    model: Any,
+    prompts: Any,
+    *,
+    max_new_tokens: int = 32,
+    floor: int = 1,
+    chat: bool = False,
+    seed: int = 0,
+    progress: bool = True,
+    resume: str | FilePath | None = None,
+) -> PaperArchitecture:
+    """Test what the paper says grouping and windows do to drift.
+
+    The paper finds that models with grouped queries jump at the first layer, while Gemma, with its sliding windows,
+    drifts evenly, and blames the architecture; but its models differ in everything else too. Here the same function is
+    computed by copies in which only the grouping (`expand_kv_heads`), only the windows (`widen_window`), or both are
+    gone, on the same tokens, for accumulated drift and for what each layer makes by itself. The original runs on a
+    plain copy of its weights, so that the copies differ from it in architecture alone and not in where weights lie.
+
+    Parameters
+    ----------
+    model
+        Anything `kvdrift.load` takes.
+    prompts
+        As `kvdrift.compare` takes them: the unit of intervals and tests.
+    max_new_tokens
+        Steps per prompt. Windows are widened only if prompt and steps fit in the (shortest) window.
+    floor
+        Re-rolls for the rounding floors of every arm.
+    chat, seed, progress
+        As in `kvdrift.compare`.
+    resume
+        A folder that keeps finished prompts, one subfolder per arm.
+
+    Returns
+    -------
+    PaperArchitecture
+
+    Raises
+    ------
+    InputError
+        If the model has neither grouped heads nor windows that the texts fit in.
+    ModelError
+        If no counterfactual of it can be made.
+
+    Examples
+    --------
+    >>> import kvdrift as kd
+    >>> model = kd.models.tiny("llama")
+    >>> found = kd.experiments.paper_architecture(model, [1, 2, 3], max_new_tokens=3, progress=False)
+    >>> list(found.to_dataframe()["grouping"].unique())
+    ['GQA 8:2', 'MHA 8:8']
+    """
+    source = load(model, quiet=not progress)
+    given, _ = as_prompts(prompts)
+    longest = max(len(source.encode(prompt, chat)) for prompt in given) + max_new_tokens
+    makers, notes = _makers(source, longest)
+
+    def run(name: str, one: Model, **options: Any) -> Drift:
+        kept = None if resume is None else FilePath(resume) / name
+        return compare(
+            one, prompts, max_new_tokens=max_new_tokens, sites=(SITE,), floor=floor, chat=chat, seed=seed,
+            progress=progress, resume=kept, **options,
+        )  # fmt: skip
+
+    original = run("original", Model(cast_copy(source.hf, source.dtype), source.tokenizer, source.name))
+    tokens = [row[:n].tolist() for row, n in zip(original.arrays["fed"], original.arrays["n_steps"], strict=True)]
+    drifts: dict[str, Drift] = {}
+    for name, make in makers.items():
+        try:
+            drifts[name] = run(name, make(source), tokens=tokens)
+        except ModelError as reason:
+            notes.append(f"The arm “{ARMS[name]}” is missing: {reason}")
+    if not drifts:
+        raise ModelError(f"No counterfactual of {source.name} could be made. {' '.join(notes)}")
+    return PaperArchitecture(replace(original, notes=(*original.notes, COPIED, *notes)), **drifts)
+
+
+def _makers(source: Model, longest: int) -> tuple[dict[str, Callable[[Model], Model]], list[str]]:
+    """The counterfactuals that apply, and why another does not."""
+    layers = source.architecture.layers
+    makers: dict[str, Callable[[Model], Model]] = {}
+    notes = []
+    if any(0 < layer.n_kv_heads < source.architecture.n_heads for layer in layers):
+        makers["kv_heads"] = expand_kv_heads
+    window = min((layer.window for layer in layers if layer.window is not None), default=None)
+    if window is not None and longest > window:
+        notes.append(
+            f"Windows were not widened: the longest text reaches {longest} positions, and beyond the window of "
+            f"{window} a copy without it is another function."
+        )
+    elif window is not None:
+        makers["windows"] = widen_window
+    if len(makers) == 2:
+        makers["both"] = lambda model: expand_kv_heads(widen_window(model))
+    if not makers:
+        why = notes[0] if notes else "it has no windows"
+        raise InputError(
+            f"{source.name} has no counterfactual: its heads are not grouped ({source.architecture.grouping}). {why}"
+        )
+    return makers, notes

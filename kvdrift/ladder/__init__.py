@@ -1,0 +1,1 @@
+"""The precision ladder: the same comparison in one arithmetic after another."""

@@ -180,7 +180,7 @@ def _float32_matmul_precision() -> str:
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:  # set by the newer flags, in a way that has no older name
-        return str(torch.backends.fp32_precision)
+        return str(getattr(torch.backends, "fp32_precision", "unknown"))
 
 
 def _flag(value: Any) -> Any:

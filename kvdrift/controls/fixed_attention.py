@@ -45,14 +45,7 @@ class FixedAttention:
         self.model, self.max_length, self.tiles = model, max_length, tiles
         self.consumed: int | None = None
         self.padding = 0
-        self.layers = {
-            id(part): layer
-            for layer, (block, module) in enumerate(zip(model.tree.blocks, model.tree.attention_modules, strict=True))
-            if module is not None
-            for alike in block.modules()  # a block may hold two
-            if type(alike) is type(module)
-            for part in alike.modules()
-        }
+        self.layers = attention_parts(model)
 
     def before_pass(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Remember what the pass's cache has taken in, and its left padding: a forward pre-hook of the decoder."""
@@ -150,6 +143,18 @@ class FixedAttention:
         last = torch.tensor(list(queries))[:, None]
         window = call.kwargs.get("sliding_window") if "flash" in self.model.attn else None
         return (at <= last) & (at > last - (window or queries.stop))
+
+
+def attention_parts(model: Model) -> dict[int, int]:
+    """Block number by the ``id`` of any module inside an attention over the tokens of the block."""
+    return {
+        id(part): layer
+        for layer, (block, module) in enumerate(zip(model.tree.blocks, model.tree.attention_modules, strict=True))
+        if module is not None
+        for alike in block.modules()  # a block may hold two
+        if type(alike) is type(module)
+        for part in alike.modules()
+    }
 
 
 def _has_keys(name: str, given: Tensor, call: AttentionCall) -> bool:

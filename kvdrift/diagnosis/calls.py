@@ -62,7 +62,7 @@ class CallChecks:
                 where = place(model, made.layer, "z")
                 self.evidence.findings.append(Finding("visibility", path.label, what, moment, where, why))
         else:
-            self.evidence.note(f"The visibility probe cannot judge layer {made.layer}: {unreadable}.")
+            self._cannot_judge("The visibility probe", unreadable, made.layer)
         unreadable = attention_witness.readable(call)
         if unreadable is None:
             self.evidence.count("witness")
@@ -73,7 +73,10 @@ class CallChecks:
                 where = place(model, made.layer, "z")
                 self.evidence.findings.append(Finding("witness", path.label, what, moment, where))
         else:
-            self.evidence.note(f"The local witness cannot judge the attention of layer {made.layer}: {unreadable}.")
+            self._cannot_judge("The local witness", unreadable, made.layer)
+
+    def _cannot_judge(self, check: str, why: str, layer: int) -> None:
+        self.evidence.unread.setdefault(f"{check} cannot judge attention: {why}", set()).add(layer)
 
     def _excuse(self, misread: visibility.Misread, call: Any) -> Excuse | None:
         if misread.extra and not misread.missing and not visibility.is_causal(call):

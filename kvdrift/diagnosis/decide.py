@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from kvdrift.diagnosis.evidence import Evidence, Finding
@@ -115,13 +115,19 @@ def _reasons(evidence: Evidence, kind: VerdictKind, told: Sequence[Finding]) -> 
             "The paths run different models or controls, so no bit is promised; the verdict rests on float64."
         )
     elif evidence.not_covered:
-        layers = ", ".join(map(str, sorted(evidence.not_covered)))
+        layers = _layers(evidence.not_covered)
         why = "; ".join(dict.fromkeys(evidence.not_covered.values()))
-        reasons.append(f"No bitwise promise in layers {layers} ({why}); there the verdict rests on float64.")
+        rest = "float64" if evidence.float64 else "bits that agree all the same"
+        reasons.append(f"No bitwise promise in layers {layers} ({why}); there the verdict rests on {rest}.")
     if evidence.float64:
         error = max(witness.error for witness in evidence.float64)
         reasons.append(f"In float64 the paths differ by at most {error:.1g} of the largest logit.")
-    return [*reasons, *evidence.notes]
+    unread = [f"{sentence} (layers {_layers(layers)})." for sentence, layers in evidence.unread.items()]
+    return [*reasons, *evidence.notes, *unread]
+
+
+def _layers(layers: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(layers)))
 
 
 def _clean(evidence: Evidence) -> list[str]:

@@ -83,7 +83,9 @@ class Evidence:
     native_drift
         Largest native difference of logits, relative to the largest logit.
     notes
-        Cases left out or run on a tiny twin, layers that a check cannot read.
+        Cases left out or run on a tiny twin.
+    unread
+        What a check cannot judge, and why → in which layers.
     counts
         How much was looked at, by check.
     """
@@ -100,6 +102,7 @@ class Evidence:
     native_equal: bool = True
     native_drift: float = 0.0
     notes: list[str] = field(default_factory=list)
+    unread: dict[str, set[int]] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
 
     def note(self, sentence: str) -> None:

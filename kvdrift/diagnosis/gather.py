@@ -84,8 +84,10 @@ class Gathering:
         evidence.unlike = ours.hf is not reference.hf or self.a.controls != self.b.controls
         evidence.self_test = self_test(self.model, FixedShape(min(64, rope_switch(self.model.hf.config) or 64)))
         placed = self._placed(cases)
+        ran: list[tuple[Model, Case]] = []
         for model, case in placed:
-            self._run(model, case, optional=case is not cases[0])
+            if self._run(model, case, optional=case is not cases[0]):
+                ran.append((model, case))
             if evidence.nonfinite is not None:
                 return evidence
             if case is cases[0] and self._convicts(model, case):
@@ -95,7 +97,7 @@ class Gathering:
         if generate:
             found = differs_from_forward(self.model, self.a, cases[0])
             evidence.findings += [] if found is None else [found]
-        settle(evidence, self.disagreements, placed, self.b, self.lossy)
+        settle(evidence, self.disagreements, ran, self.b, self.lossy)
         return evidence
 
     def _repeat(self, case: Case) -> bool:
@@ -143,18 +145,21 @@ class Gathering:
                 placed += [(small, case) for case in default_cases(small, self.a, self.seed) if case.name not in known]
         return placed
 
-    def _run(self, model: Model, case: Case, optional: bool) -> None:
-        """Run a case natively, where that is cheap, and in shape-invariant arithmetic."""
+    def _run(self, model: Model, case: Case, optional: bool) -> bool:
+        """Run a case natively, where that is cheap, and in shape-invariant arithmetic; whether it could be run."""
         try:
             if not too_costly(model, case, NATIVE_SHARE):
                 self._native(model, case)
             if self.evidence.nonfinite is None:
                 self._fixed(model, case)
+            return True
         except (KvdriftError, RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
             if not optional:
                 raise
+            self.disagreements = [one for one in self.disagreements if one.moment.case is not case]
             said = " ".join(str(error).split()).rstrip(".")
             self.evidence.note(f"Left out: {case.name} cannot be run ({type(error).__name__}: {said}).")
+            return False
 
     def _convicts(self, model: Model, case: Case) -> bool:
         """Whether the first case, a plain one, shows a fault: other cases would not describe it better."""

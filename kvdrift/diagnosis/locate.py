@@ -62,14 +62,14 @@ def place(model: Model, layer: int, site: str) -> Where:
         return Where(None, _name(model, module) or site, site)
     if site in PAST.values():
         return Where(layer, "the KV cache", site)
-    attention = _name(model, tree.attention_modules[layer])
     block = f"{tree.prefix}.{layer}"
+    attention = _name(model, tree.attention_modules[layer]) or block
     if site in ("q", "k", "v"):
         return Where(layer, f"{attention} (projection, norm or rotary embedding)", site)
     if site == "z":
         return Where(layer, f"{attention} (attention over the keys)", site)
     if site == "attn_out":
-        return Where(layer, f"{attention} (output projection)", site)
+        return Where(layer, attention if attention == block else f"{attention} (output projection)", site)
     return Where(layer, f"{block} (after attention)" if site in ("mlp_out", "resid_post") else block, site)
 
 

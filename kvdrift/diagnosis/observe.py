@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from kvdrift.controls.fixed_attention import attention_parts
 from kvdrift.paths.path import Run
 from kvdrift.tracing.seam import AttentionCall, Order, Output, seam
 from kvdrift.tracing.sites import HEAD_SITES, LOGITS, PATTERN
@@ -182,12 +183,12 @@ class _Calls:
     order = Order.OBSERVE
 
     def __init__(self, model: Model) -> None:
-        self._layer_of = model.layer_of
+        self._parts = attention_parts(model)
         self._tokens: list[int] = []
         self._found: list[tuple[int, AttentionCall]] = []
 
     def __call__(self, call: AttentionCall, proceed: Callable[[AttentionCall], Output]) -> Output:
-        if id(call.module) in self._layer_of:
+        if id(call.module) in self._parts:
             self._found.append((len(self._tokens) - 1, replace(call)))
         return proceed(call)
 

@@ -85,7 +85,7 @@ def settle(
     evidence.float64 = list(witnesses.values())
     if missing is not None:
         evidence.note(f"The float64 witness could not be called: {missing}.")
-        if uncovered is not None:
+        if uncovered is not None and evidence.arm_differs:
             evidence.unsettled.append("Layers without a bitwise promise need the float64 witness.")
 
     judge = _Judge(evidence, b, lossy, bidirectional(placed[0][0]))

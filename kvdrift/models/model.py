@@ -209,6 +209,8 @@ class Model:
             places = torch.randint(flat.numel(), (64,), generator=generator)  # a stride would keep to a few columns
             digest.update(flat[places.to(flat.device)].cpu().view(torch.uint8).numpy().tobytes())
             n_bytes = flat.numel() * flat.element_size()
+            if flat.storage_offset() * flat.element_size() % 8:  # a slice that no wider view can start at
+                flat = flat.clone()
             words = flat.view(torch.int64 if n_bytes % 8 == 0 else torch.uint8)
             digest.update(str(int(words.sum(dtype=torch.int64))).encode())
         return digest.hexdigest()[:16]

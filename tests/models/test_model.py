@@ -146,3 +146,16 @@ def test_the_module_is_wrapped_and_not_copied():
     model = kd.load(hf, quiet=True)
     assert model.hf is hf
     assert kd.load(model) is model
+
+
+def test_fingerprint_of_a_weight_that_is_an_odd_slice_of_memory():
+    from kvdrift.models.load import load
+    from kvdrift.models.tiny import tiny
+
+    hf = tiny("llama", dtype=torch.bfloat16)
+    before = load(hf, quiet=True).fingerprint
+    weight = hf.model.norm.weight
+    memory = torch.zeros(weight.numel() + 1, dtype=weight.dtype)
+    memory[1:] = weight
+    weight.data = memory[1:]
+    assert load(hf, quiet=True).fingerprint == before

@@ -54,6 +54,11 @@ class Case:
     switch: int | None = None
 
     @property
+    def given(self) -> bool:
+        """Whether this is a prompt of the user's own, which is run on the model itself whatever it costs."""
+        return self.feed is None
+
+    @property
     def n_tokens(self) -> int:
         """The longest sequence that the case reaches."""
         return len(self.prompt) + self.steps

@@ -11,6 +11,7 @@ from kvdrift.diagnosis.cases import default_cases, prompt_cases
 from kvdrift.diagnosis.decide import decide
 from kvdrift.diagnosis.gather import Gathering
 from kvdrift.diagnosis.verdict import Verdict
+from kvdrift.errors import KvdriftError, ModelError
 from kvdrift.models.load import load
 from kvdrift.models.model import as_prompts
 from kvdrift.paths.cache_off import CacheOff
@@ -65,7 +66,11 @@ def diagnose(
 
     Raises
     ------
-    InputError, ModelError
+    InputError
+        If an argument or a prompt cannot be used.
+    ModelError
+        If the model cannot be observed, or fails in the first case; one that fails in a later one is told in the
+        reasons.
 
     Examples
     --------
@@ -85,5 +90,11 @@ def diagnose(
             model.check_length(len(ids), max_new_tokens)
         cases = prompt_cases(model, a, encoded, max_new_tokens, seed)
     with torch.no_grad(), tqdm(desc="diagnose", unit="step", disable=not progress) as bar:
-        evidence = Gathering(model, a, b, seed, bar).run(cases, generate)
+        try:
+            evidence = Gathering(model, a, b, seed, bar).run(cases, generate)
+        except (KvdriftError, torch.OutOfMemoryError):
+            raise
+        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
+            said = " ".join(str(error).split())
+            raise ModelError(f"{model.name} fails while it runs ({type(error).__name__}: {said})") from error
     return decide(evidence, model, a, b)

@@ -131,8 +131,8 @@ class Gathering:
             if not fits(self.model, case):
                 self.evidence.note(f"Left out: {case.name} exceeds the model's context.")
         cases = [case for case in cases if fits(self.model, case)]
-        near = [case for case in cases if not too_costly(self.model, case)]
-        far = ", ".join(case.name for case in cases if too_costly(self.model, case))
+        near = [case for case in cases if case.given or not too_costly(self.model, case)]
+        far = ", ".join(case.name for case in cases if case not in near)
         placed = [(self.model, case) for case in near]
         if far:
             try:

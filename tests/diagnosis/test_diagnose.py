@@ -10,7 +10,7 @@ from transformers import DiffLlamaConfig, DiffLlamaForCausalLM, DynamicCache
 import kvdrift as kd
 from kvdrift.controls import cast_copy
 from kvdrift.diagnosis import cases, gather
-from kvdrift.errors import InputError
+from kvdrift.errors import InputError, ModelError
 from kvdrift.testing import assert_cache_equivalent
 
 PROMPT = [5, 9, 100, 33, 7, 8, 250, 301, 12, 44, 17, 61]
@@ -211,6 +211,38 @@ def test_paths_of_different_arithmetic_rest_on_float64():
     assert diagnose(model, a=wide).kind == "bug"
     with pytest.raises(InputError, match=r"different weights \(model.embed_tokens.weight\)"):
         diagnose(model, a=kd.CacheOn(model=small(seed=1)))
+
+
+class Broken(DynamicCache):
+    """Fails after three tokens, or only in chunks."""
+
+    def __init__(self, chunks_only):
+        super().__init__()
+        self.chunks_only = chunks_only
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        n = self.get_seq_length(layer_idx)
+        if n > 3 and (key_states.shape[2] > 1 or not self.chunks_only):
+            raise RuntimeError("no more\n room")
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+
+def test_a_path_that_fails_is_told():
+    model = small()
+    with pytest.raises(ModelError, match=r"tiny-llama fails while it runs \(RuntimeError: no more room\)"):
+        diagnose(model, a=kd.CacheOn(cache=lambda: Broken(False)))
+    verdict = diagnose(model, a=kd.CacheOn(cache=lambda: Broken(True)))
+    assert verdict.equivalent
+    assert any("Left out: chunked prefill cannot be run (RuntimeError: no more room)" in r for r in verdict.reasons)
+
+
+def test_a_prompt_of_ones_own_runs_on_the_model_whatever_it_costs(monkeypatch):
+    monkeypatch.setitem(cases.COST_LIMIT, "cpu", 1)
+    verdict = diagnose(small())
+    assert verdict.equivalent, str(verdict)
+    told = next(reason for reason in verdict.reasons if "tiny twin" in reason)
+    assert "chunked prefill" in told
+    assert "prompt," not in told.replace("prefill,", "")
 
 
 def test_what_has_no_room_is_left_out_and_told():

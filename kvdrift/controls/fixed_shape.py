@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from torch import nn
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from kvdrift.controls.fixed_attention import FixedAttention
 from kvdrift.controls.row_tiles import RowTiles
+from kvdrift.controls.scope import Scope
 from kvdrift.errors import InputError
 from kvdrift.models.load import load
 from kvdrift.models.model import Model
@@ -73,7 +73,7 @@ class FixedShape:
         return BoundFixedShape(self, module)
 
 
-class BoundFixedShape:
+class BoundFixedShape(Scope):
     """Fixed shape bound to one module: enter it around forward passes.
 
     Every PyTorch operation of this thread inside the context is run on tiles, so nothing but forward passes
@@ -92,33 +92,15 @@ class BoundFixedShape:
         self.tiles = RowTiles(control.tile)
         self._model = Model(module)
         self._attention = FixedAttention(self._model, control.max_length, self.tiles)
-        self._depth = 0
-        self._stack = ExitStack()
+        super().__init__(self._put_in_place)
 
-    def __enter__(self) -> Self:
-        if self._depth == 0:
-            hf, attention = self._model.hf, self._attention
-            decoder = hf.get_submodule(self._model.tree.prefix.rpartition(".")[0])
-            with ExitStack() as stack:
-                before = decoder.register_forward_pre_hook(attention.before_pass, with_kwargs=True)
-                stack.callback(before.remove)
-                after = decoder.register_forward_hook(attention.after_pass, always_call=True)
-                stack.callback(after.remove)
-                stack.enter_context(seam(hf, attention))
-                stack.enter_context(self.tiles)
-                self._stack = stack.pop_all()
-        self._depth += 1
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._depth -= 1
-        if self._depth == 0:
-            self._stack.close()
-
-    def close(self) -> None:
-        """Nothing is kept between two passes."""
+    def _put_in_place(self, stack: ExitStack) -> None:
+        hf, attention = self._model.hf, self._attention
+        decoder = hf.get_submodule(self._model.tree.prefix.rpartition(".")[0])
+        stack.callback(decoder.register_forward_pre_hook(attention.before_pass, with_kwargs=True).remove)
+        stack.callback(decoder.register_forward_hook(attention.after_pass, always_call=True).remove)
+        stack.enter_context(seam(hf, attention))
+        stack.enter_context(self.tiles)
 
 
 @contextmanager

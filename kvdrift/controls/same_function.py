@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvdrift.controls.precision import cast_copy, promote_float32
+from kvdrift.controls.float64_copy import float64_copy, lack_of_room
+from kvdrift.controls.precision import promote_float32
 from kvdrift.errors import ModelError
 from kvdrift.models.model import Model
-from kvdrift.tracing.trace import free_memory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,10 +49,9 @@ def check_same_function(original: Model, copy: Model, n_tokens: int) -> str | No
     >>> model = kd.load(kd.models.tiny("llama"), quiet=True)
     >>> check_same_function(model, model, 8)
     """
-    needed = 8 * max(sum(weight.numel() for weight in model.hf.parameters()) for model in (original, copy))
-    free = free_memory(original.device)
-    if needed > 0.8 * free:
-        return f"a float64 copy needs {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free"
+    lack = lack_of_room(max(original, copy, key=lambda model: sum(weight.numel() for weight in model.hf.parameters())))
+    if lack is not None:
+        return lack
     ids = torch.randint(original.vocab_size, (n_tokens,), generator=torch.Generator().manual_seed(0)).tolist()
     expected, found = _logits(original, ids), _logits(copy, ids)
     error = float((found - expected).abs().max() / expected.abs().max())
@@ -68,9 +67,7 @@ def check_same_function(original: Model, copy: Model, n_tokens: int) -> str | No
 @torch.no_grad()
 def _logits(model: Model, ids: Sequence[int]) -> Tensor:
     """Float64 logits after the whole text without a cache, then after each of the last tokens with one."""
-    exact = Model(cast_copy(model.hf, torch.float64), None, model.name)
-    if getattr(exact.hf.config, "_experts_implementation", None) not in (None, "eager"):
-        exact.hf.set_experts_implementation("eager")  # grouped products have no float64 kernel
+    exact = float64_copy(model)
     tokens = torch.tensor([list(ids)], device=exact.device)
     first = max(len(ids) - DECODED, 1)
     with exact.evaluating(), promote_float32():

@@ -42,11 +42,12 @@ class CallChecks:
     def __call__(self, moment: Moment, path: Path, snapshot: Snapshot) -> None:
         """Examine the calls of one step."""
         model = path.model or self.model
+        digests: dict[int, str] = {}  # layers of a pass share their masks
         for call in snapshot.calls:
             info = model.architecture.layers[call.layer]
             costly = call.call.query.shape[2] * call.call.key.shape[2] > COSTLY
             which = (type(call.call.module), info.attention, info.window) if costly else call.layer
-            signature = (id(model), path.attn, which, *_signature(call))
+            signature = (id(model), path.attn, which, *_signature(call, digests))
             if signature not in self._examined:
                 self._examined.add(signature)
                 self._examine(model, moment, path, call)
@@ -86,14 +87,16 @@ class CallChecks:
         return None
 
 
-def _signature(made: Call) -> tuple[Any, ...]:
+def _signature(made: Call, digests: dict[int, str]) -> tuple[Any, ...]:
     """What a native attention function can tell one call from another by, values aside."""
-    call = made.call
+    call, mask = made.call, made.call.mask
+    if isinstance(mask, Tensor) and id(mask) not in digests:
+        digests[id(mask)] = _digest(mask)
     plain = sorted(item for item in call.kwargs.items() if isinstance(item[1], (bool, int, float, str)))
     return (
         *(part for tensor in (call.query, call.key, call.value) for part in (tensor.shape, tensor.stride())),
         call.query.dtype,
-        None if not isinstance(call.mask, Tensor) else (call.mask.shape, call.mask.dtype, _digest(call.mask)),
+        None if not isinstance(mask, Tensor) else (mask.shape, mask.dtype, digests[id(mask)]),
         tuple(made.queries[:1]),
         tuple(made.keys[:1]),
         *plain,

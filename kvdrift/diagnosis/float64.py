@@ -6,22 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from torch import Tensor
 from transformers import Cache
 
 from kvdrift.bits import same_bits
-from kvdrift.controls.precision import cast_copy
+from kvdrift.controls.float64_copy import float64_copy
 from kvdrift.controls.true_float64 import TrueFloat64
 from kvdrift.diagnosis.cases import Case
 from kvdrift.diagnosis.locate import Where, first_difference, place, within
 from kvdrift.diagnosis.lockstep import Moment, lockstep
-from kvdrift.errors import ModelError
-from kvdrift.models.load import load
 from kvdrift.paths.cache_off import CacheOff
 from kvdrift.paths.cache_on import CacheOn
 from kvdrift.paths.path import Path
-from kvdrift.tracing.trace import free_memory
 
 if TYPE_CHECKING:
     from kvdrift.models.model import Model
@@ -57,24 +53,6 @@ class Float64:
     def agrees(self) -> bool:
         """Whether the paths compute the same function."""
         return self.moment is None
-
-
-def float64_copy(model: Model) -> Model:
-    """A copy of the model in float64, with its experts run one by one.
-
-    Raises
-    ------
-    ModelError
-        If it would not fit in memory, or its weights cannot be cast.
-    """
-    needed = 8 * sum(parameter.numel() for parameter in model.hf.parameters())
-    free = free_memory(model.device)
-    if needed > 0.8 * free:
-        raise ModelError(f"a float64 copy needs {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free")
-    hf = cast_copy(model.hf, torch.float64)
-    if getattr(hf.config, "_experts_implementation", None) not in (None, "eager"):
-        hf.set_experts_implementation("eager")  # grouped products have no float64 kernel
-    return load(hf, quiet=True)
 
 
 def float64_witness(copy: Model, case: Case, b: Path) -> Float64:

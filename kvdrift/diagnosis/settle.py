@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvdrift.controls.float64_copy import float64_copy
 from kvdrift.diagnosis.cases import Case
 from kvdrift.diagnosis.design import bidirectional, excuse
 from kvdrift.diagnosis.evidence import Evidence, Finding
-from kvdrift.diagnosis.float64 import Float64, float64_copy, float64_witness
+from kvdrift.diagnosis.float64 import Float64, float64_witness
 from kvdrift.diagnosis.locate import Where, place
 from kvdrift.diagnosis.lockstep import Moment
 from kvdrift.errors import KvdriftError

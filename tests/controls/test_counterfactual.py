@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import kvdrift as kd
-from kvdrift.controls import counterfactual, same_function
+from kvdrift.controls import counterfactual, float64_copy
 from kvdrift.controls.counterfactual import expand_kv_heads, widen_window
 from kvdrift.errors import InputError, ModelError
 from kvdrift.models.tiny import FAMILIES, tiny
@@ -81,7 +81,7 @@ def test_a_wrong_order_of_heads_is_caught(monkeypatch):
 
 
 def test_without_memory_for_the_check_the_name_says_so(monkeypatch):
-    monkeypatch.setattr(same_function, "free_memory", lambda device: 1000)
+    monkeypatch.setattr(float64_copy, "free_memory", lambda device: 1000)
     assert "(not checked: a float64 copy needs 0.0 GB" in expand_kv_heads(tiny("llama")).name
 
 

@@ -6,9 +6,10 @@ import torch
 from transformers import DynamicCache
 
 import kvdrift as kd
-from kvdrift.diagnosis import float64
+from kvdrift.controls import float64_copy as float64
+from kvdrift.controls.float64_copy import float64_copy
 from kvdrift.diagnosis.cases import Case
-from kvdrift.diagnosis.float64 import float64_copy, float64_witness
+from kvdrift.diagnosis.float64 import float64_witness
 from kvdrift.errors import ModelError
 
 PROMPT = (5, 9, 100, 33, 7, 8, 250, 301, 12, 44)

@@ -14,6 +14,7 @@ from kvdrift.paths.path import Path
 if TYPE_CHECKING:
     from kvdrift.models.model import Model
 
+CHUNKED, PADDED, CROPPED = "at a chunk boundary", "with left padding", "after a crop"
 SHORT = 5
 """Tokens of a short prompt: with `STEPS` more, key lengths take every value modulo 16."""
 STEPS = 18
@@ -41,6 +42,8 @@ class Case:
         The path under test in the manner of this case (in chunks, left-padded).
     crop
         ``(step, n)``: after so many fed tokens the last n are forgotten, and the rest is fed in their place.
+    manner
+        The circumstance in which this case alone can show a fault, as a verdict words it; None for a plain run.
     switch
         The sequence length from which the model is known to compute another function, in a case around it.
     """
@@ -51,12 +54,18 @@ class Case:
     steps: int
     a: Path
     crop: tuple[int, int] | None = None
+    manner: str | None = None
     switch: int | None = None
 
     @property
     def given(self) -> bool:
         """Whether this is a prompt of the user's own, which is run on the model itself whatever it costs."""
         return self.feed is None
+
+    @property
+    def grows(self) -> bool:
+        """Whether it goes through many lengths one by one."""
+        return self.given or self.steps == STEPS
 
     @property
     def n_tokens(self) -> int:
@@ -179,15 +188,15 @@ class _Maker:
             return []
         feed = self.tokens(7)
         chunk = max(min(5, len(prompt) - 1), 1)
-        cases = [Case("chunked prefill", prompt, feed[:2], 2, replace(self.a, prefill_chunk=chunk))]
+        cases = [Case("chunked prefill", prompt, feed[:2], 2, replace(self.a, prefill_chunk=chunk), manner=CHUNKED)]
         if self.padded:  # a model without attention takes its mask in the first pass alone
             padded = replace(self.a, left_padding=self.a.left_padding + PADDING)
             near = prompt[: max(min(self.windows, default=len(prompt) + 6) - PADDING - 3, 1)]
-            cases.append(Case("left padding", near, feed[:2], 2, padded))
+            cases.append(Case("left padding", near, feed[:2], 2, padded, manner=PADDED))
             if near != prompt:
-                cases.append(Case("left padding beyond a window", prompt, feed[:2], 2, padded))
+                cases.append(Case("left padding beyond a window", prompt, feed[:2], 2, padded, manner=PADDED))
         if self.croppable:
-            cases.append(Case("crop and continue", prompt, feed, 7, self.a, crop=(4, 3)))
+            cases.append(Case("crop and continue", prompt, feed, 7, self.a, (4, 3), CROPPED))
         return cases
 
     def window(self, window: int) -> list[Case]:
@@ -198,7 +207,9 @@ class _Maker:
         ]
         if isinstance(self.a, CacheOn):
             chunked = replace(self.a, prefill_chunk=window // 2 + 1)
-            cases.append(self.case(f"chunked prefill beyond the window of {window}", window + 5, 2, chunked))
+            case = self.case(f"chunked prefill beyond the window of {window}", window + 5, 2, chunked)
+            cases.append(replace(case, manner=CHUNKED))
         if self.croppable:
-            cases.append(replace(self.case(f"crop beyond the window of {window}", window + 2, 7), crop=(4, 3)))
+            case = self.case(f"crop beyond the window of {window}", window + 2, 7)
+            cases.append(replace(case, crop=(4, 3), manner=CROPPED))
         return cases

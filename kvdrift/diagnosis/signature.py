@@ -46,14 +46,13 @@ def _manner(finding: Finding) -> str | None:
     case = finding.moment.case
     if case.switch is not None and finding.moment.position + 1 > case.switch:
         return "at a length switch"
-    manners = {"chunked": "at a chunk boundary", "left padding": "with left padding", "crop": "after a crop"}
-    return next((words for start, words in manners.items() if case.name.startswith(start)), None)
+    return case.manner
 
 
 def _lengths(plain: Sequence[Finding], architecture: Architecture) -> list[str]:
     """The lengths at which plain runs went wrong, told from the run that grows token by token where it shows there."""
     moments = [finding.moment for finding in plain if finding.moment is not None]
-    growing = [moment for moment in moments if moment.case.name.startswith(("short prompt", "prompt"))]
+    growing = [moment for moment in moments if moment.case.grows]
     if any(moment.step == 0 for moment in growing):
         return ["already in the prompt"]
     if any(moment.step == 1 for moment in growing):

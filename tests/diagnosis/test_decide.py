@@ -18,8 +18,15 @@ from kvdrift.diagnosis.verdict import EXIT_CODES, KINDS, MEANING
 ON, OFF = kd.CacheOn(), kd.CacheOff()
 
 
+MANNERS = {
+    "chunked prefill": "at a chunk boundary",
+    "left padding": "with left padding",
+    "crop and continue": "after a crop",
+}
+
+
 def case(name="short prompt", switch=None):
-    return Case(name, (1, 2, 3, 4, 5), None, 18, ON, switch=switch)
+    return Case(name, (1, 2, 3, 4, 5), None, 18, ON, manner=MANNERS.get(name), switch=switch)
 
 
 def finding(check="arm", step=1, name="short prompt", layer=2, path="cache-ON", excuse=None, switch=None):

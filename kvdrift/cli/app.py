@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from kvdrift.cli import compare, demo, diagnose, factorial, falsify, models, patch, record, report, sweep
+from kvdrift.cli import compare, demo, diagnose, evaluate, factorial, falsify, models, patch, record, report, sweep
 from kvdrift.cli.console import INTERRUPTED, NOTHING_WRITTEN, Interrupted, complain
 from kvdrift.errors import KvdriftError
 
@@ -26,6 +26,7 @@ app.command()(patch.patch)
 app.command()(sweep.sweep)
 app.command()(factorial.factorial)
 app.command()(falsify.falsify)
+app.command()(evaluate.evaluate)
 app.command()(record.record)
 app.command()(report.report)
 app.add_typer(models.app, name="models")

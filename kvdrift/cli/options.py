@@ -40,3 +40,12 @@ Seed = Annotated[int, typer.Option(help="Seed of the noise and the re-roll.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 Save = Annotated[Path | None, typer.Option(help="Keep the whole result in this file.")]
 Report = Annotated[Path | None, typer.Option(help="Write an HTML report.")]
+
+# --- where a long run is worked on
+Engine = Annotated[Literal["local", "ray"], typer.Option(help="This process, or the workers of a Ray cluster.")]
+Workers = Annotated[
+    int | None, typer.Option(min=1, help="Ray: how many, each with a model of its own.", show_default=False)
+]
+Address = Annotated[
+    str | None, typer.Option(help="Ray: of a running cluster; one is started here if left out.", show_default=False)
+]

@@ -19,7 +19,7 @@ from kvdrift.errors import InputError, SiteError
 from kvdrift.models.labels import Prompt
 from kvdrift.models.load import DTYPES
 from kvdrift.models.model import Model
-from kvdrift.paths.path import Path, path_info
+from kvdrift.paths.path import Path, path_info, path_settings
 from kvdrift.paths.sampling import greedy
 from kvdrift.tracing.sites import ALL_SITES, GLOBAL_SITES, LOGITS, PATTERN, parse_sites
 
@@ -119,7 +119,7 @@ class Job:
             raise InputError(f"control={name!r} is the model's own dtype; choose another one.")
 
         def cast(model: Model) -> Model:
-            return Model(cast_copy(model.hf, DTYPES[name]), model.tokenizer, model.name)
+            return model.around(cast_copy(model.hf, DTYPES[name]))
 
         def with_copy(path: Path) -> Path:
             return path if path.model is None else replace(path, model=cast(path.model))  # type: ignore[type-var]
@@ -164,8 +164,8 @@ class Job:
         models = (self.a.model or self.model, self.b.model or self.model)
         weights = {id(m): m.fingerprint for m in dict.fromkeys(models)}
         return {
-            "a": asdict(path_info(self.a, self.a.model or self.model)) | {"path": _describe(self.a)},
-            "b": asdict(path_info(self.b, self.b.model or self.model)) | {"path": _describe(self.b)},
+            "a": path_settings(self.a, self.model),
+            "b": path_settings(self.b, self.model),
             "weights": [weights[id(m)] for m in models],
             "threads": torch.get_num_threads(),
             "software": provenance.collect()["software"],
@@ -182,14 +182,3 @@ def _same_heads(one: Model, two: Model) -> bool:
 
 def _numbers(one: Model, two: Model, site: str) -> np.ndarray:
     return np.array([x for x in one.coverage.layers(site) if x in two.coverage.layers(site)], dtype=np.int64)
-
-
-def _describe(path: Path) -> dict[str, Any]:
-    """A path's own settings (a chunk size, …), by name; its model and controls are described elsewhere."""
-    values = {
-        name: value
-        for name, value in getattr(path, "__dict__", {}).items()
-        if isinstance(value, (int, str)) or value is None
-    }
-    made_by = getattr(getattr(path, "cache", None), "__qualname__", None)
-    return {"type": type(path).__name__} | values | ({} if made_by is None else {"cache": made_by})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from jaxtyping import Float
@@ -116,3 +116,15 @@ def path_info(path: Path, model: Model) -> PathInfo:
         device=str(model.device),
         controls=tuple(control.label for control in path.controls),
     )
+
+
+def path_settings(path: Path, model: Model) -> dict[str, Any]:
+    """Everything that decides a path's numbers beside weights and prompt, as JSON holds it."""
+    own = {
+        name: value
+        for name, value in getattr(path, "__dict__", {}).items()
+        if isinstance(value, (int, str)) or value is None
+    }
+    made_by = getattr(getattr(path, "cache", None), "__qualname__", None)
+    described = {"type": type(path).__name__} | own | ({} if made_by is None else {"cache": made_by})
+    return asdict(path_info(path, path.model or model)) | {"path": described}

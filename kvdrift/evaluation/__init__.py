@@ -1,0 +1,1 @@
+"""Strategies × tasks × two paths, with paired statistics."""

@@ -1,0 +1,294 @@
+"""`evaluate`: strategies × items × both paths, item by item, with a store to go on from."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path as FilePath
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from kvdrift import provenance
+from kvdrift.errors import InputError
+from kvdrift.evaluation.cost import estimate
+from kvdrift.evaluation.gsm8k import GSM8K
+from kvdrift.evaluation.jsonl import JsonlTask
+from kvdrift.evaluation.records import ItemRecord
+from kvdrift.evaluation.result import Evaluation
+from kvdrift.evaluation.strategies import Strategy, parse
+from kvdrift.evaluation.task import Item, Task
+from kvdrift.evaluation.trial import ItemRunner, Plan
+from kvdrift.models.load import load
+from kvdrift.models.model import Model, as_prompts
+from kvdrift.paths.cache_off import CacheOff
+from kvdrift.paths.cache_on import CacheOn
+from kvdrift.paths.path import Path, check_path, path_info, path_settings
+from kvdrift.runs.engines import engine as engine_of
+from kvdrift.runs.store import Store
+
+
+def evaluate(
+    model: Any,
+    task: Any,
+    *,
+    strategies: Strategy | str | Sequence[Strategy | str] = "greedy",
+    a: Path | None = None,
+    b: Path | None = None,
+    null: int = 0,
+    limit: int | None = None,
+    max_new_tokens: int = 256,
+    seeds: Sequence[int] = (0,),
+    gold: bool = True,
+    stop_at_divergence: bool = False,
+    store: str | FilePath | None = None,
+    engine: str = "local",
+    workers: int | None = None,
+    threads: int | None = None,
+    address: str | None = None,
+    seed: int = 0,
+    progress: bool = True,
+) -> Evaluation:
+    """Let two paths write the answers of a task, each feeding itself, under one or several sampling strategies.
+
+    The noise of a strategy depends on seed, item and step alone, so both paths draw the same: a different text is
+    numerics, never luck. The prompt is consumed once per path and item; each strategy and seed continues from a fork of
+    it, which changes no bit.
+
+    Parameters
+    ----------
+    model
+        Anything `kvdrift.load` takes.
+    task
+        ``"gsm8k"``, a file of JSON lines, a list of prompts, or an object with the members of
+        `kvdrift.evaluation.task.Task`.
+    strategies
+        One or several of `Greedy`, `Temperature`, `TopK`, `TopP`, or your own; or in words, as
+        `kvdrift.evaluation.strategies.parse` reads them (``"top-p 0.9 at 0.7"``).
+    a, b
+        The path under test and the reference; by default ``CacheOn()`` and ``CacheOff()``.
+    null
+        How many re-rolls of path a run beside them: what the order of summation alone does to the same table. 19 is the
+        fewest that can reach 5 %.
+    limit
+        Only the first so many items. A store that holds fewer is extended, one that holds more keeps them.
+    max_new_tokens
+        Where a text is cut off.
+    seeds
+        Seeds of the sampling noise; each is a trial of its own. Under greedy all are the same.
+    gold
+        Also take the log-probability of each item's gold text on every path.
+    stop_at_divergence
+        Let b and the re-rolls stop at the first token that differs from a's: enough for divergence rates, and cheaper;
+        they have no accuracy then.
+    store
+        A folder that keeps finished items: the same call goes on from there, whatever stopped it.
+    engine
+        ``"local"``, or ``"ray"`` to spread the items over the workers of a Ray cluster (needs ``kvdrift[ray]``).
+    workers, threads, address
+        For Ray: how many workers, how many threads each, and the address of a running cluster (a local one is started
+        by default). ``threads`` holds for the local engine, too.
+    seed
+        First seed of the re-rolls.
+    progress
+        Show the cost beforehand, and a progress bar.
+
+    Returns
+    -------
+    Evaluation
+
+    Raises
+    ------
+    InputError
+        If an argument cannot be used, or an item's prompt does not fit the model.
+    FileError
+        If a file or the store cannot be used, or the store holds another evaluation.
+    NonFiniteError
+        If a path gives logits that are not finite; finished items stay.
+
+    Examples
+    --------
+    >>> import kvdrift as kd
+    >>> model = kd.load(kd.models.tiny("llama"), quiet=True)
+    >>> found = kd.evaluate(model, [[1, 2, 3], [4, 5]], strategies=[kd.Greedy(), kd.TopP(0.9)],
+    ...                     max_new_tokens=4, progress=False)
+    >>> found.strategies, len(found.records)
+    (('greedy', 'top-p 0.9'), 2)
+    """
+    model = load(model, quiet=not progress)
+    task = _task(task)
+    plan = Plan(
+        task=task,
+        a=CacheOn() if a is None else check_path(a, "a"),
+        b=CacheOff() if b is None else check_path(b, "b"),
+        strategies=_strategies(strategies),
+        seeds=_seeds(seeds),
+        null=tuple(range(seed, seed + _at_least(null, 0, "null"))),
+        max_new_tokens=_at_least(max_new_tokens, 1, "max_new_tokens"),
+        gold=gold,
+        stop_at_divergence=stop_at_divergence,
+    )
+    items = _items(task, limit)
+    prompts = _fitting(model, plan, items)
+    run_on = engine_of(engine, workers=workers, threads=threads, address=address)
+    settings = _settings(model, plan, run_on.threads)
+    with Store(store, "evaluation", settings) as kept:
+        missing = {item.id: item for item in items if item.id not in kept.done}
+        if progress and missing:
+            print(f"kvdrift: {_cost(model, plan, missing, prompts)}", file=sys.stderr)
+        worker = _worker(model, plan, engine)
+        with tqdm(
+            total=len(items), initial=len(items) - len(missing), desc="evaluate", unit="item", disable=not progress
+        ) as bar:
+            for key, record in run_on.run(worker, missing):
+                kept.add(key, record)
+                bar.update()
+        records = tuple(ItemRecord.from_dict(kept.done[item.id]) for item in items)
+    return _result(model, plan, records, settings)
+
+
+# --- arguments
+
+
+def _task(task: Any) -> Task:
+    if task == "gsm8k":
+        return GSM8K()
+    if isinstance(task, (str, FilePath)) and str(task).endswith((".jsonl", ".json")):
+        return JsonlTask(task)
+    if isinstance(task, str):
+        raise InputError(f"There is no task {task!r}; give 'gsm8k', a file of JSON lines, prompts or a task object.")
+    if isinstance(task, (list, tuple)):
+        if task and all(isinstance(row, Mapping) for row in task):
+            return JsonlTask(task)
+        prompts, many = as_prompts(task)
+        return JsonlTask(
+            [{"prompt": p if isinstance(p, str) else list(map(int, p))} for p in (prompts if many else [prompts[0]])]
+        )
+    missing = [name for name in ("name", "stop", "items", "score", "settings") if not hasattr(task, name)]
+    if missing:
+        raise InputError(
+            f"{type(task).__name__} is no task: it lacks {', '.join(missing)}; see kvdrift.evaluation.task.Task."
+        )
+    return task
+
+
+def _strategies(strategies: Any) -> tuple[Strategy, ...]:
+    several = strategies if isinstance(strategies, (list, tuple)) else [strategies]
+    given = tuple(parse(each) if isinstance(each, str) else each for each in several)
+    for strategy in given:
+        if isinstance(strategy, type) or not hasattr(strategy, "sampler") or not hasattr(strategy, "label"):
+            raise InputError(f"{strategy!r} is no strategy; give objects such as kd.Greedy() or kd.TopP(0.9).")
+    labels = [strategy.label for strategy in given]
+    if not given or len(set(labels)) < len(labels):
+        raise InputError(f"strategies: give at least one, each once, not {', '.join(labels) or 'none'}.")
+    return given
+
+
+def _seeds(seeds: Sequence[int]) -> tuple[int, ...]:
+    given = tuple(seeds) if isinstance(seeds, (list, tuple, range)) else (seeds,)
+    if not given or len(set(given)) < len(given) or not all(isinstance(x, int) for x in given):
+        raise InputError(f"seeds={seeds!r}: give whole numbers, each once.")
+    return given
+
+
+def _at_least(value: int, least: int, name: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise InputError(f"{name}={value!r}: give a whole number of at least {least}.")
+    return value
+
+
+def _items(task: Task, limit: int | None) -> list[Item]:
+    if limit is not None:
+        _at_least(limit, 1, "limit")
+    items = list(task.items())[:limit]
+    if not items:
+        raise InputError(f"The task {task.name} has no items.")
+    return items
+
+
+def _fitting(model: Model, plan: Plan, items: Sequence[Item]) -> dict[str, tuple[list[int], int]]:
+    """Every item's prompt ids and the length of its gold text, once all are known to fit.
+
+    Raises
+    ------
+    InputError
+        If an item's prompt is empty, no text for this model, or too long.
+    """
+    runner, found = ItemRunner(model, plan), {}
+    for item in items:
+        try:
+            ids = model.encode(item.prompt, item.chat)
+            n_gold = len(runner.gold_ids(item, ids))
+            for each in (plan.a.model or model, plan.b.model or model):
+                each.check_length(len(ids), max(plan.max_new_tokens, n_gold))
+        except InputError as error:
+            raise InputError(f"Item {item.id!r} of {plan.task.name}: {error}") from error
+        found[item.id] = (ids, n_gold)
+    return found
+
+
+# --- what runs
+
+
+def _settings(model: Model, plan: Plan, threads: int) -> dict[str, Any]:
+    """Everything that decides a record, beside the item."""
+    models = [path.model or model for path in (plan.a, plan.b)]
+    collected = provenance.collect(model)
+    settings = {
+        "model": {"name": model.name, "weights": [each.fingerprint for each in models]},
+        "a": path_settings(plan.a, model),
+        "b": path_settings(plan.b, model),
+        "task": {"name": plan.task.name, **plan.task.settings()},
+        "strategies": [strategy.label for strategy in plan.strategies],
+        "seeds": list(plan.seeds),
+        "null": list(plan.null),
+        "max_new_tokens": plan.max_new_tokens,
+        "gold": plan.gold,
+        "stop_at_divergence": plan.stop_at_divergence,
+        "threads": threads,
+        "software": collected["software"],
+        "hardware": collected["hardware"],
+        "arithmetic": collected["arithmetic"],
+    }
+    as_json: dict[str, Any] = json.loads(json.dumps(settings))
+    return as_json
+
+
+def _cost(model: Model, plan: Plan, items: Mapping[str, Item], prompts: Mapping[str, tuple[list[int], int]]) -> str:
+    chosen = [prompts[name] for name in items]
+    return str(estimate(model, plan, [ids for ids, _ in chosen], [n_gold for _, n_gold in chosen]))
+
+
+def _worker(model: Model, plan: Plan, engine: str) -> Callable[[], ItemRunner]:
+    """What makes an item runner in the process that runs the items."""
+    if engine == "local":
+        return partial(ItemRunner, model, plan)
+    from kvdrift.runs.ship import pack
+
+    return partial(_unpacked, pack(model), plan)
+
+
+def _unpacked(packed: Any, plan: Plan) -> ItemRunner:
+    return ItemRunner(packed.unpack(), plan)
+
+
+def _result(model: Model, plan: Plan, records: tuple[ItemRecord, ...], settings: dict[str, Any]) -> Evaluation:
+    one, two = plan.a.model or model, plan.b.model or model
+    answers = [answer for record in records for trial in record.trials for answer in (trial.a, trial.b, *trial.null)]
+    seen = sorted({token for answer in answers for token in answer.tokens})
+    return Evaluation(
+        a=path_info(plan.a, one),
+        b=path_info(plan.b, two),
+        architecture=one.architecture,
+        task=plan.task.name,
+        strategies=tuple(strategy.label for strategy in plan.strategies),
+        seeds=plan.seeds,
+        max_new_tokens=plan.max_new_tokens,
+        replicates=len(plan.null),
+        records=records,
+        token_texts={token: model.token_text(token) for token in seen},
+        settings=settings,
+        provenance=provenance.collect(one, two) | {"settings": settings},
+    )

@@ -1,0 +1,164 @@
+"""What an evaluation keeps of every item: all paths' texts, where they part, the gold text's log-probability."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+STOPS = ("eos", "stop string", "length", "diverged")
+"""Why a text ended: the model's end token, one of the task's stop strings, ``max_new_tokens``, or (with
+``stop_at_divergence``) the first token that differs from path a's."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One path's text for one item, under one strategy and seed.
+
+    Attributes
+    ----------
+    tokens
+        Generated ids, the end token included.
+    text
+        Their text, cut at the stop string if there was one.
+    answer
+        What the task extracted: ``"[invalid]"`` if there was nothing to extract, None if the item has no answer.
+    correct
+        Whether it is right; None if the item has no answer, or the text was stopped at the divergence.
+    stop
+        One of `STOPS`.
+    """
+
+    tokens: tuple[int, ...]
+    text: str
+    answer: str | None
+    correct: bool | None
+    stop: str
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Read what ``dataclasses.asdict`` made, also after it went through JSON."""
+        return cls(**{**values, "tokens": tuple(values["tokens"])})
+
+
+@dataclass(frozen=True)
+class Compared(Answer):
+    """A path's text held against path a's: each path feeds itself (free running).
+
+    Attributes
+    ----------
+    divergence
+        The first step at which it took another token than path a (one of the two ending counts), or None.
+    unequal
+        The first step at which its logits differed from path a's in any bit, while both had read the same tokens;
+        None if they never did.
+    margins
+        At the divergence, how far the best token was ahead of the second in path a and in this path: top-2 gap of what
+        decided (logits under greedy; processed logits plus noise under sampling), None where no second token was
+        allowed. None without a divergence.
+    """
+
+    divergence: int | None
+    unequal: int | None
+    margins: tuple[float | None, float | None] | None
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Read what ``dataclasses.asdict`` made, also after it went through JSON."""
+        margins = None if values["margins"] is None else tuple(values["margins"])
+        return cls(**{**values, "tokens": tuple(values["tokens"]), "margins": margins})
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One strategy and seed over one item: path a, path b, and the re-rolls of path a.
+
+    Attributes
+    ----------
+    strategy, seed
+        Which.
+    a, b
+        The two paths' texts.
+    null
+        Path a with re-rolled sums, one text per replicate.
+    """
+
+    strategy: str
+    seed: int
+    a: Answer
+    b: Compared
+    null: tuple[Compared, ...] = ()
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Read what ``dataclasses.asdict`` made, also after it went through JSON."""
+        return cls(
+            values["strategy"],
+            values["seed"],
+            Answer.from_dict(values["a"]),
+            Compared.from_dict(values["b"]),
+            tuple(map(Compared.from_dict, values["null"])),
+        )
+
+
+@dataclass(frozen=True)
+class Gold:
+    """The log-probability (nats) that each path gives to the gold text after the prompt, fed token by token.
+
+    Attributes
+    ----------
+    n_tokens
+        Length of the gold text.
+    a, b
+        Sums over its tokens.
+    null
+        The same for the re-rolls of path a.
+    """
+
+    n_tokens: int
+    a: float
+    b: float
+    null: tuple[float, ...] = ()
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Read what ``dataclasses.asdict`` made, also after it went through JSON."""
+        return cls(**{**values, "null": tuple(values["null"])})
+
+
+@dataclass(frozen=True)
+class ItemRecord:
+    """Everything about one finished item: one line of the store.
+
+    Attributes
+    ----------
+    item
+        The item's id.
+    prompt
+        Its text, or None if it was given as ids.
+    prompt_hash, n_prompt
+        `kvdrift.provenance.prompt_hash` of its ids, and how many they are.
+    reference
+        The right answer, or None.
+    gold
+        None if the item has no gold text, or it was not asked for.
+    trials
+        One per strategy and seed.
+    """
+
+    item: str
+    prompt: str | None
+    prompt_hash: str
+    n_prompt: int
+    reference: str | None
+    gold: Gold | None
+    trials: tuple[Trial, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON holds it; see `from_dict`."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Read what `to_dict` made, also after it went through JSON."""
+        gold = None if values["gold"] is None else Gold.from_dict(values["gold"])
+        return cls(**{**values, "gold": gold, "trials": tuple(map(Trial.from_dict, values["trials"]))})

@@ -1,0 +1,289 @@
+"""The result of `kvdrift.evaluate`."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+
+from kvdrift.errors import InputError
+from kvdrift.evaluation import words
+from kvdrift.evaluation.conditions import Condition, Difference
+from kvdrift.evaluation.records import Answer, Compared, ItemRecord
+from kvdrift.files import load_tensors, save_tensors, write_atomically
+from kvdrift.models.architecture import Architecture
+from kvdrift.models.labels import PathInfo
+
+if TYPE_CHECKING:
+    from kvdrift.evaluation.overall import Overall
+
+What = Literal["conditions", "trials", "items"]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Both paths' texts and answers over the items of a task, and path a's re-rolls beside them.
+
+    Every path feeds itself (free running); the noise of a sampling strategy is the same for all paths.
+
+    Attributes
+    ----------
+    a, b
+        How the two paths were executed.
+    architecture
+        Of path a's model.
+    task
+        Its name.
+    strategies, seeds
+        Crossed, in order.
+    max_new_tokens
+        Where texts were cut off.
+    replicates
+        Re-rolls of path a per item.
+    records
+        One per item, in the task's order.
+    token_texts
+        The text of every token id in the records.
+    settings, provenance
+        What decides the numbers, and what they were made with.
+    notes
+        What the reader should know.
+
+    Examples
+    --------
+    >>> import kvdrift as kd
+    >>> found = kd.evaluate(kd.models.tiny("llama"), [[1, 2, 3], [4, 5, 6]], max_new_tokens=4, progress=False)
+    >>> [(each.strategy, each.n_items) for each in found.conditions]
+    [('greedy', 2)]
+    """
+
+    a: PathInfo
+    b: PathInfo
+    architecture: Architecture
+    task: str
+    strategies: tuple[str, ...]
+    seeds: tuple[int, ...]
+    max_new_tokens: int
+    replicates: int
+    records: tuple[ItemRecord, ...]
+    token_texts: dict[int, str]
+    settings: dict[str, Any] = field(default_factory=dict)
+    provenance: dict[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    # --- numbers
+
+    @cached_property
+    def conditions(self) -> tuple[Condition, ...]:
+        """One per strategy: both paths, paired, with the null beside them; needs ``kvdrift[eval]``."""
+        return _numbers("tabulate").conditions(self)
+
+    @cached_property
+    def gold(self) -> Difference | None:
+        """Mean over items of the gold text's log-probability, path a − path b (nats); None if not taken."""
+        golds = [record.gold for record in self.records if record.gold is not None]
+        if not golds:
+            return None
+        a, b = (np.array([[value] for value in column]) for column in zip(*((g.a, g.b) for g in golds), strict=True))
+        return _numbers("statistics").paired_difference(a, b)
+
+    @cached_property
+    def gold_null(self) -> tuple[float, ...]:
+        """The same of path a − its re-roll, ``[replicate]``."""
+        golds = [record.gold for record in self.records if record.gold is not None]
+        return tuple(float(np.mean([g.a - g.null[r] for g in golds])) for r in range(self.replicates if golds else 0))
+
+    def overall(self, *others: Evaluation) -> Overall:
+        """All conditions together, those of evaluations of other models over the same items too.
+
+        Raises
+        ------
+        InputError
+            If the evaluations do not share their items.
+        """
+        return _numbers("overall").overall([self, *others])
+
+    # --- items
+
+    def rows(self, items: list[str]) -> list[int]:
+        """Where items stand in ``records``."""
+        place = {record.item: number for number, record in enumerate(self.records)}
+        return [place[item] for item in items]
+
+    def texts(self, items: list[str]) -> list[str | None]:
+        """The prompts of items."""
+        return [self.records[row].prompt for row in self.rows(items)]
+
+    # --- tables and words
+
+    def to_dataframe(self, what: What = "conditions") -> Any:
+        """A `pandas.DataFrame`.
+
+        Parameters
+        ----------
+        what
+            ``"conditions"``: one row per strategy, named as in `kvdrift.evaluation.conditions.Condition` (rates and
+            differences with their ``_low`` and ``_high``). ``"trials"``: one row per item, strategy, seed and arm
+            (``a``, ``b``, ``null 0``, …), with tokens, text, answer, stop reason, divergence and margins. ``"items"``:
+            one row per item, with the gold log-probabilities.
+
+        Raises
+        ------
+        InputError
+            For another word.
+        """
+        import pandas as pd
+
+        makers = {"conditions": self._condition_rows, "trials": self._trial_rows, "items": self._item_rows}
+        if what not in makers:
+            raise InputError(f"to_dataframe({what!r}): choose 'conditions', 'trials' or 'items'.")
+        return pd.DataFrame(makers[what]())
+
+    def to_parquet(self, path: str | Path) -> Path:
+        """Write the trials to a Parquet file, atomically; needs ``kvdrift[eval]``."""
+        return write_atomically(path, lambda temporary: self.to_dataframe("trials").to_parquet(temporary, index=False))
+
+    def _condition_rows(self) -> list[dict[str, Any]]:
+        rows = []
+        for condition in self.conditions:
+            row: dict[str, Any] = {}
+            for name, value in asdict(condition).items():
+                if name in ("incidence", "null"):
+                    continue
+                if isinstance(value, dict):
+                    row |= {name: value["value"], f"{name}_low": value["low"], f"{name}_high": value["high"]}
+                else:
+                    row[name] = value
+            null = condition.null
+            row |= {
+                "p_null_divergence": None if null is None else null.p_divergence,
+                "p_null_difference": None if null is None else null.p_difference,
+                "p_null_gold": None if null is None else null.p_gold,
+            }
+            rows.append(row)
+        return rows
+
+    def _trial_rows(self) -> list[dict[str, Any]]:
+        rows = []
+        for record in self.records:
+            for trial in record.trials:
+                arms: dict[str, Answer] = {"a": trial.a, "b": trial.b}
+                arms |= {f"null {number}": answer for number, answer in enumerate(trial.null)}
+                for arm, answer in arms.items():
+                    key = {"item": record.item, "strategy": trial.strategy, "seed": trial.seed, "arm": arm}
+                    rows.append(key | _answer_row(answer))
+        return rows
+
+    def _item_rows(self) -> list[dict[str, Any]]:
+        rows = []
+        for record in self.records:
+            gold = record.gold
+            rows.append(
+                {
+                    "item": record.item,
+                    "prompt": record.prompt,
+                    "n_prompt": record.n_prompt,
+                    "reference": record.reference,
+                    "gold_tokens": None if gold is None else gold.n_tokens,
+                    "gold_a": None if gold is None else gold.a,
+                    "gold_b": None if gold is None else gold.b,
+                    "gold_null": None if gold is None else list(gold.null),
+                }
+            )
+        return rows
+
+    def reading(self) -> list[str]:
+        """What the evaluation says, in sentences: direction and rate apart, each against its null."""
+        return words.reading(self)
+
+    def summary(self) -> str:
+        """A headline, one line per condition, and the reading."""
+        return words.summary(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The machine-readable summary that ``kvdrift evaluate --json`` prints."""
+        return words.as_dict(self)
+
+    def __repr__(self) -> str:
+        return self.summary()
+
+    def _repr_html_(self) -> str:
+        return words.html(self)
+
+    # --- files
+
+    def save(self, path: str | Path) -> Path:
+        """Write everything to one safetensors file, atomically; see `load`."""
+        records = json.dumps([record.to_dict() for record in self.records]).encode()
+        manifest = {
+            name: getattr(self, name) for name in ("task", "max_new_tokens", "replicates", "settings", "provenance")
+        }
+        manifest |= {
+            "a": asdict(self.a),
+            "b": asdict(self.b),
+            "architecture": self.architecture.to_dict(),
+            "strategies": list(self.strategies),
+            "seeds": list(self.seeds),
+            "token_texts": {str(token): text for token, text in self.token_texts.items()},
+            "notes": list(self.notes),
+        }
+        return save_tensors(path, "evaluation", {"records": torch.tensor(list(records), dtype=torch.uint8)}, manifest)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Evaluation:
+        """Read what `save` wrote, equal in every bit.
+
+        Raises
+        ------
+        FileError
+            If the file is missing, truncated, edited or of another kind.
+        """
+        tensors, manifest = load_tensors(path, "evaluation")
+        records = json.loads(tensors["records"].numpy().tobytes())
+        return cls(
+            a=PathInfo.from_dict(manifest["a"]),
+            b=PathInfo.from_dict(manifest["b"]),
+            architecture=Architecture.from_dict(manifest["architecture"]),
+            task=manifest["task"],
+            strategies=tuple(manifest["strategies"]),
+            seeds=tuple(manifest["seeds"]),
+            max_new_tokens=manifest["max_new_tokens"],
+            replicates=manifest["replicates"],
+            records=tuple(map(ItemRecord.from_dict, records)),
+            token_texts={int(token): text for token, text in manifest["token_texts"].items()},
+            settings=manifest["settings"],
+            provenance=manifest["provenance"],
+            notes=tuple(manifest["notes"]),
+        )
+
+
+def _numbers(module: str) -> ModuleType:
+    """A module that computes statistics: it needs scipy and statsmodels, which reading a result does not."""
+    try:
+        return importlib.import_module(f"kvdrift.evaluation.{module}")
+    except ImportError as error:
+        raise InputError(f"The statistics of an evaluation need {error.name}: pip install 'kvdrift[eval]'.") from error
+
+
+def _answer_row(answer: Answer) -> dict[str, Any]:
+    compared = answer if isinstance(answer, Compared) else None
+    margins = (compared.margins if compared is not None else None) or (None, None)
+    return {
+        "answer": answer.answer,
+        "correct": answer.correct,
+        "stop": answer.stop,
+        "n_tokens": len(answer.tokens),
+        "divergence": None if compared is None else compared.divergence,
+        "unequal": None if compared is None else compared.unequal,
+        "margin_a": margins[0],
+        "margin": margins[1],
+        "text": answer.text,
+        "tokens": list(answer.tokens),
+    }

@@ -1,0 +1,249 @@
+"""Running one item: every path writes its text for every strategy and seed, and reads the gold text."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kvdrift.controls.reroll import ReRoll
+from kvdrift.evaluation.records import Answer, Compared, Gold, ItemRecord, Trial
+from kvdrift.evaluation.strategies import Decision, Strategy
+from kvdrift.evaluation.task import Item, Task
+from kvdrift.models.model import Model
+from kvdrift.paths.path import Path, Run
+from kvdrift.provenance import prompt_hash
+from kvdrift.tracing.finite import explain_nonfinite
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is run for every item.
+
+    Attributes
+    ----------
+    task
+        Scores the texts and knows where they stop.
+    a, b
+        The paths under test.
+    strategies, seeds
+        Crossed.
+    null
+        Seeds of the re-rolls of path a.
+    max_new_tokens
+        Where a text is cut off.
+    gold
+        Whether the gold text's log-probability is taken.
+    stop_at_divergence
+        Whether b and the re-rolls stop at the first token that differs from a's.
+    """
+
+    task: Task
+    a: Path
+    b: Path
+    strategies: tuple[Strategy, ...]
+    seeds: tuple[int, ...]
+    null: tuple[int, ...]
+    max_new_tokens: int
+    gold: bool
+    stop_at_divergence: bool
+
+
+@dataclass
+class _Text:
+    """A text as it grows: its tokens and, of every step, a digest of the logits and how far the choice was ahead."""
+
+    tokens: list[int] = field(default_factory=list)
+    digests: list[bytes] = field(default_factory=list)
+    margins: list[float | None] = field(default_factory=list)
+    text: str = ""
+    stop: str = "length"
+
+
+class ItemRunner:
+    """Runs items one after another on one model.
+
+    Parameters
+    ----------
+    model
+        The model given to the verb.
+    plan
+        What to run.
+    """
+
+    def __init__(self, model: Model, plan: Plan) -> None:
+        self.model, self.plan = model, plan
+
+    def __call__(self, item: Item) -> dict:
+        """The record of one item, as JSON holds it.
+
+        Raises
+        ------
+        NonFiniteError
+            If a path gives logits that are not finite.
+        """
+        plan, ids = self.plan, self.model.encode(item.prompt, item.chat)
+        gold_ids = self.gold_ids(item, ids)
+        texts_a, gold_a = self._path(plan.a, item, ids, gold_ids, None)
+        texts_b, gold_b = self._path(plan.b, item, ids, gold_ids, texts_a)
+        nulls = [self._path(plan.a, item, ids, gold_ids, texts_a, ReRoll(seed)) for seed in plan.null]
+        trials = tuple(
+            Trial(
+                strategy.label,
+                seed,
+                Answer(**self._answer(a, item)),
+                self._compared(b, a, item),
+                tuple(self._compared(texts[number], a, item) for texts, _ in nulls),
+            )
+            for number, ((strategy, seed), a, b) in enumerate(zip(self._cells(), texts_a, texts_b, strict=True))
+        )
+        gold = None
+        if gold_a is not None and gold_b is not None:
+            gold = Gold(len(gold_ids), gold_a, gold_b, tuple(value for _, value in nulls if value is not None))
+        prompt = item.prompt if isinstance(item.prompt, str) else None
+        return ItemRecord(item.id, prompt, prompt_hash(ids), len(ids), item.answer, gold, trials).to_dict()
+
+    def gold_ids(self, item: Item, ids: list[int]) -> list[int]:
+        """The gold text's tokens after the prompt; none if there is no gold text, or it is not asked for.
+
+        Prompt and gold text are tokenized together where that leaves the prompt's own tokens as they are.
+        """
+        if item.gold is None or not self.plan.gold or not isinstance(item.prompt, str):
+            return []
+        together = self.model.encode(item.prompt + item.gold) if not item.chat else []
+        if together[: len(ids)] == ids:
+            return together[len(ids) :]
+        return list(self.model.tokenizer(item.gold, add_special_tokens=False)["input_ids"])
+
+    def _cells(self) -> Iterator[tuple[Strategy, int]]:
+        return ((strategy, seed) for strategy in self.plan.strategies for seed in self.plan.seeds)
+
+    # --- running
+
+    def _path(
+        self,
+        path: Path,
+        item: Item,
+        ids: list[int],
+        gold_ids: Sequence[int],
+        others: list[_Text] | None,
+        reroll: ReRoll | None = None,
+    ) -> tuple[list[_Text], float | None]:
+        """All texts of one path, and its log-probability of the gold text: the prompt is consumed once for all."""
+        controls = None if reroll is None else (*path.controls, reroll)
+        start = path.start(self.model, ids, controls)
+        try:
+            first = start.step().logits
+            texts = []
+            for number, (strategy, seed) in enumerate(self._cells()):
+                run = start.fork()
+                try:
+                    other = None if others is None or not self.plan.stop_at_divergence else others[number]
+                    texts.append(self._write(run, first, strategy.sampler(seed, item.id), ids, other))
+                finally:
+                    run.close()
+            gold = None
+            if gold_ids:
+                run = start.fork()
+                try:
+                    gold = self._read(run, first, gold_ids, ids)
+                finally:
+                    run.close()
+        finally:
+            start.close()
+        return texts, gold
+
+    def _write(self, run: Run, logits: Tensor, choose: Decision, ids: list[int], other: _Text | None) -> _Text:
+        """Free running: the path feeds itself until its text ends."""
+        text = _Text()
+        while True:
+            self._check(logits, [*ids, *text.tokens], run)
+            step = len(text.tokens)
+            scores = choose.scores(logits, step)
+            text.tokens.append(token := int(scores.argmax()))
+            text.digests.append(_digest(logits))
+            text.margins.append(_margin(scores))
+            if self._ends(text, other):
+                return text
+            logits = run.step(token).logits
+
+    def _ends(self, text: _Text, other: _Text | None) -> bool:
+        """Whether the text is finished; notes why, and what it says."""
+        if other is not None and text.tokens[-1] != other.tokens[len(text.tokens) - 1]:
+            text.stop = "diverged"
+        elif text.tokens[-1] in self.model.eos_ids:
+            text.stop = "eos"
+        elif self._cut(text) is not None:
+            text.stop = "stop string"
+        elif len(text.tokens) < self.plan.max_new_tokens:
+            return False
+        text.text = self._decode(text.tokens)
+        if (end := self._cut(text)) is not None:
+            text.text = text.text[:end]
+        return True
+
+    def _cut(self, text: _Text) -> int | None:
+        """Where the first stop string begins, or None."""
+        if self.model.tokenizer is None or not self.plan.task.stop:
+            return None
+        whole = self._decode(text.tokens)
+        found = [place for place in map(whole.find, self.plan.task.stop) if place >= 0]
+        return min(found, default=None)
+
+    def _read(self, run: Run, logits: Tensor, gold: Sequence[int], ids: list[int]) -> float:
+        """Forced: log-probability (nats) of the gold tokens, one by one, in float64."""
+        total = 0.0
+        for number, token in enumerate(gold):
+            if number:
+                logits = run.step(gold[number - 1]).logits
+            self._check(logits, [*ids, *gold[:number]], run)
+            total += float(logits.double().log_softmax(-1)[token])
+        return total
+
+    def _check(self, logits: Tensor, consumed: list[int], run: Run) -> None:
+        if logits.isnan().any() or logits.isposinf().any():
+            raise explain_nonfinite(run.model, consumed, run.attn)
+
+    # --- text
+
+    def _decode(self, tokens: list[int]) -> str:
+        if self.model.tokenizer is None:
+            return " ".join(map(str, tokens))
+        return str(self.model.tokenizer.decode(tokens, skip_special_tokens=True))
+
+    # --- records
+
+    def _answer(self, text: _Text, item: Item) -> dict:
+        whole = text.stop != "diverged"
+        scored = self.plan.task.score(text.text, item) if whole else None
+        return {
+            "tokens": tuple(text.tokens),
+            "text": text.text,
+            "answer": scored.answer if scored else None,
+            "correct": scored.correct if scored else None,
+            "stop": text.stop,
+        }
+
+    def _compared(self, text: _Text, a: _Text, item: Item) -> Compared:
+        """A text held against path a's. Once they have parted, only the place where they did counts."""
+        pairs = list(zip(a.tokens, text.tokens, strict=False))
+        divergence = next((step for step, (x, y) in enumerate(pairs) if x != y), None)
+        alike = len(pairs) if divergence is None else divergence + 1
+        unequal = next((step for step in range(alike) if a.digests[step] != text.digests[step]), None)
+        margins = None if divergence is None else (a.margins[divergence], text.margins[divergence])
+        return Compared(**self._answer(text, item), divergence=divergence, unequal=unequal, margins=margins)
+
+
+def _digest(logits: Tensor) -> bytes:
+    """Equal digests mean equal bits."""
+    return hashlib.blake2b(logits.contiguous().view(torch.uint8).cpu().numpy().tobytes(), digest_size=16).digest()
+
+
+def _margin(scores: Tensor) -> float | None:
+    """How far the best score is ahead of the second; None if every other token is ruled out."""
+    best, second = scores.double().topk(2).values.tolist()
+    return None if second == -math.inf else best - second

@@ -1,0 +1,285 @@
+"""An evaluation in plain sentences and plain data. Direction (which path is right more often) and rate (how often texts
+part) are kept apart, and each is held against path a's own re-rolls."""
+
+from __future__ import annotations
+
+import html as html_escape
+import math
+import textwrap
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from kvdrift.drift.findings import json_safe
+from kvdrift.drift.summary import WIDTH, model_name, number
+
+if TYPE_CHECKING:
+    from kvdrift.evaluation.conditions import Condition, Rate
+    from kvdrift.evaluation.result import Evaluation
+
+ALPHA = 0.05
+FEWEST_REPLICATES = 19
+"""With fewer, no share of the null can be as small as 5 %."""
+COLUMNS = (
+    "strategy",
+    "right, a",
+    "right, b",
+    "a − b",
+    "only a : only b",
+    "p (Holm)",
+    "texts that part",
+    "null",
+    "median token",
+)
+
+
+def headline(evaluation: Evaluation) -> str:
+    """What was compared, and over how much."""
+    a, b = evaluation.a, evaluation.b
+    seeds = "" if len(evaluation.seeds) == 1 else f" × {len(evaluation.seeds)} seeds"
+    return (
+        f"{model_name(a.model)} · {a.dtype} · a = {a.label}, b = {b.label} · {evaluation.task}: "
+        f"{_count(len(evaluation.records), 'item')} × {_count(len(evaluation.strategies), 'strategy')}{seeds}, at most "
+        f"{evaluation.max_new_tokens} tokens, {_count(evaluation.replicates, 're-roll')}"
+    )
+
+
+def summary(evaluation: Evaluation) -> str:
+    """The headline, one line per condition, the reading, the notes."""
+    rows = [list(COLUMNS), *(cells(evaluation, condition) for condition in evaluation.conditions)]
+    widths = [max(len(row[place]) for row in rows) for place in range(len(COLUMNS))]
+    lines = [headline(evaluation)]
+    lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    for mark, sentences in (("•", reading(evaluation)), ("!", evaluation.notes)):
+        for sentence in sentences:
+            lines += textwrap.wrap(sentence, WIDTH, initial_indent=f"{mark} ", subsequent_indent="  ")
+    return "\n".join(lines)
+
+
+def html(evaluation: Evaluation) -> str:
+    """The same for Jupyter; every text is escaped."""
+    escape = html_escape.escape
+    rows = "".join(
+        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells(evaluation, condition))}</tr>"
+        for condition in evaluation.conditions
+    )
+    heads = "".join(f"<th>{escape(name)}</th>" for name in COLUMNS)
+    items = "".join(f"<li>{escape(sentence)}</li>" for sentence in (*reading(evaluation), *evaluation.notes))
+    return (
+        f"<div><p><b>{escape(headline(evaluation))}</b></p><table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody>"
+        f"</table><ul>{items}</ul></div>"
+    )
+
+
+def as_dict(evaluation: Evaluation) -> dict[str, Any]:
+    """An evaluation as plain data: NaN (no value) as None."""
+    found: dict[str, Any] = json_safe(
+        {
+            "model": evaluation.a.model,
+            "dtype": evaluation.a.dtype,
+            "task": evaluation.task,
+            "a": asdict(evaluation.a),
+            "b": asdict(evaluation.b),
+            "items": len(evaluation.records),
+            "seeds": list(evaluation.seeds),
+            "max_new_tokens": evaluation.max_new_tokens,
+            "replicates": evaluation.replicates,
+            "conditions": [asdict(condition) for condition in evaluation.conditions],
+            "overall": asdict(evaluation.overall()) if evaluation.records else None,
+            "reading": reading(evaluation),
+            "notes": list(evaluation.notes),
+        }
+    )
+    return _without_nan(found)
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nan(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_nan(each) for each in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def cells(evaluation: Evaluation, condition: Condition) -> list[str]:
+    """One row under `COLUMNS`."""
+    scored = condition.accuracy_a.n > 0
+    null = condition.null
+    median = median_token(condition)
+    return [
+        condition.strategy,
+        percent(condition.accuracy_a.value) if scored else "–",
+        percent(condition.accuracy_b.value) if scored else "–",
+        points(condition.difference.value) if scored else "–",
+        f"{condition.only_a} : {condition.only_b}" if scored else "–",
+        _p(condition.p_holm) if scored else "–",
+        percent(condition.divergence.value),
+        "–" if null is None else "refused" if null.refused else _range(null.divergence),
+        "–" if median is None else str(median),
+    ]
+
+
+def median_token(condition: Condition) -> int | None:
+    """The token by which half of all texts have parted, or None if they never have."""
+    incidence = condition.incidence
+    return next((t for t, share in zip(incidence.tokens, incidence.value, strict=True) if share >= 0.5), None)
+
+
+# --- the reading
+
+
+def reading(evaluation: Evaluation) -> list[str]:
+    """What the table says, in sentences."""
+    if not evaluation.records:
+        return ["no item has run"]
+    return [
+        *(_rate(evaluation, condition) for condition in evaluation.conditions),
+        *(_direction(evaluation, condition) for condition in evaluation.conditions if condition.accuracy_a.n),
+        *_overall(evaluation),
+        *_gold(evaluation),
+        *_null(evaluation),
+    ]
+
+
+def _rate(evaluation: Evaluation, condition: Condition) -> str:
+    rate, null = condition.divergence, condition.null
+    median = median_token(condition)
+    half = "" if median is None else f", half of all texts by token {median}"
+    said = (
+        f"{condition.strategy}: {rate.events} of {rate.n} texts of {evaluation.b.label} leave those of "
+        f"{evaluation.a.label} ({_interval(rate)}){half}"
+    )
+    if null is None or null.refused:
+        return f"{said}; without a null nothing says whether that is more than the order of summation does"
+    n = len(null.divergence)
+    return (
+        f"{said}; re-rolled sums alone part {percent(sum(null.divergence) / n)} of them ({_range(null.divergence)} "
+        f"over {_count(n, 're-roll')}), so this rate {_stands_out(null.p_divergence, n)}"
+    )
+
+
+def _direction(evaluation: Evaluation, condition: Condition) -> str:
+    a, b = evaluation.a.label, evaluation.b.label
+    difference = condition.difference
+    ends = (
+        "" if math.isnan(difference.low) else f", 95 % interval {points(difference.low)} to {points(difference.high)}"
+    )
+    said = (
+        f"{condition.strategy}: {a} is right in {percent(condition.accuracy_a.value)}, {b} in "
+        f"{percent(condition.accuracy_b.value)} (difference {points(difference.value)} percentage points{ends}); "
+        f"{condition.only_a} answered rightly by {a} alone, {condition.only_b} by {b} alone"
+    )
+    if not condition.enough:
+        return (
+            f"{said}: cannot tell, since with so few discordant items the test could not reach 5 % whatever they said"
+        )
+    verdict = "a direction" if condition.p_holm <= ALPHA else "no direction shown"
+    detectable = condition.detectable
+    size = (
+        "no difference could be detected with 80 % power"
+        if detectable is None
+        else f"80 % power from a true difference of {points(detectable, sign=False)} points on"
+    )
+    null = condition.null
+    beside = ""
+    if null is not None and not null.refused:
+        beside = (
+            f"; {_count(sum(abs(x) >= abs(difference.value) for x in null.differences), 're-roll')} of "
+            f"{len(null.differences)} differ from {a} by as much or more"
+        )
+    return (
+        f"{said}: {verdict} ({condition.test} p = {_p(condition.p)}, {_p(condition.p_holm)} after Holm; {size}{beside})"
+    )
+
+
+def _overall(evaluation: Evaluation) -> list[str]:
+    if len(evaluation.conditions) < 2 or not any(condition.accuracy_a.n for condition in evaluation.conditions):
+        return []
+    found = evaluation.overall()
+    said = (
+        f"over all {found.n_conditions} conditions {evaluation.a.label} scores higher in {found.a_higher} and "
+        f"{evaluation.b.label} in {found.b_higher}; item by item the sign-flip test gives p = {_p(found.p)}"
+    )
+    if not found.enough:
+        said += ": cannot tell, too few discordant items"
+    if found.null_a_higher:
+        favoured = ", ".join(map(str, sorted(found.null_a_higher, reverse=True)))
+        said += f"; against its own re-rolls {evaluation.a.label} scores higher in so many conditions: {favoured}"
+    return [said]
+
+
+def _gold(evaluation: Evaluation) -> list[str]:
+    gold = evaluation.gold
+    if gold is None:
+        return []
+    ends = "" if math.isnan(gold.low) else f", 95 % interval {number(gold.low)} to {number(gold.high)}"
+    said = (
+        f"the gold text is {number(abs(gold.value))} nats {'more' if gold.value >= 0 else 'less'} likely under "
+        f"{evaluation.a.label} (mean over items{ends})"
+    )
+    null = evaluation.conditions[0].null
+    if null is not None and not null.refused and null.gold:
+        low, high = min(null.gold), max(null.gold)
+        said += (
+            f"; against its re-rolls the same number runs from {number(low)} to {number(high)}, so it "
+            f"{_stands_out(null.p_gold, len(null.gold))}"
+        )
+    return [said]
+
+
+def _null(evaluation: Evaluation) -> list[str]:
+    found = [
+        f"{condition.strategy}: the null is refused: {condition.null.refused}"
+        for condition in evaluation.conditions
+        if condition.null is not None and condition.null.refused
+    ]
+    if 0 < evaluation.replicates < FEWEST_REPLICATES:
+        found.append(
+            f"with {_count(evaluation.replicates, 're-roll')} no share of the null can be below "
+            f"{_p(1 / (1 + evaluation.replicates))}: {FEWEST_REPLICATES} or more can reach 5 %"
+        )
+    return found
+
+
+def _stands_out(p: float, replicates: int) -> str:
+    if math.isnan(p):
+        return "cannot be held against them"
+    if p <= ALPHA:
+        return f"stands out from them (p = {_p(p)})"
+    if replicates < FEWEST_REPLICATES and p <= 1 / (1 + replicates):
+        return f"lies beyond all of them, which are too few to say more (p = {_p(p)})"
+    return f"does not stand out from them (p = {_p(p)})"
+
+
+# --- numbers in words
+
+
+def percent(share: float) -> str:
+    """``"12 %"``; one decimal below 10 % where it is not whole."""
+    if math.isnan(share):
+        return "–"
+    value = 100 * share
+    return f"{value:.0f} %" if value >= 10 else f"{value:.1f}".removesuffix(".0") + " %"
+
+
+def points(difference: float, sign: bool = True) -> str:
+    """A difference of shares in percentage points, ``"+2.5"``."""
+    if math.isnan(difference):
+        return "–"
+    return f"{100 * difference:{'+' if sign else ''}.1f}".replace("-", "−")
+
+
+def _interval(rate: Rate) -> str:
+    return f"{percent(rate.value)}, 95 % interval {percent(rate.low)} to {percent(rate.high)}"
+
+
+def _range(shares: tuple[float, ...]) -> str:
+    return f"{percent(min(shares))} to {percent(max(shares))}"
+
+
+def _p(p: float) -> str:
+    return "–" if math.isnan(p) else "< 0.001" if p < 0.001 else f"{p:.2g}"
+
+
+def _count(n: int, noun: str) -> str:
+    plural = noun[:-1] + "ies" if noun.endswith("y") else f"{noun}s"
+    return f"{n} {noun if n == 1 else plural}"

@@ -9,8 +9,8 @@ from typing import Any
 
 import typer
 
-OUTPUTS = ("as_json", "save", "report", "results")
-"""Parameters that say where a result goes, not what it is."""
+OUTPUTS = ("as_json", "save", "report", "results", "out", "engine", "workers", "address")
+"""Parameters that say where a result goes or is made, not what it is."""
 
 
 def command_line(verb: str, positional: list[Any], options: Mapping[str, Any]) -> str:

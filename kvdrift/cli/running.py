@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvdrift.cli.console import Interrupted
-from kvdrift.errors import WeightsError
+from kvdrift.errors import FileError, WeightsError
 
 if TYPE_CHECKING:
     from kvdrift.drift.result import Drift
@@ -52,16 +52,16 @@ def resumable(model: Model, prompts: list[Any], command: str, compare: Callable[
 def resumable_sweep(
     model: Model, prompts: list[Any], command: str, results: Path | None, sweep: Callable[..., Sweep]
 ) -> Sweep:
-    """Sweep, keeping finished cells in a results file, or in the cache folder until all are done.
+    """Sweep, keeping finished cells in a folder of results, or in the cache folder until all are done.
 
     Parameters
     ----------
     model, prompts, command
         As `resumable` takes them.
     results
-        The file to keep cells in, which stays; None takes one in the cache folder, which goes when all is done.
+        The folder to keep cells in, which stays; None takes one in the cache folder, which goes when all is done.
     sweep
-        Called with ``results=FILE`` or ``results=None``.
+        Called with ``results=FOLDER`` or ``results=None``.
 
     Raises
     ------
@@ -69,11 +69,11 @@ def resumable_sweep(
         On Ctrl-C, with a sentence about what was kept.
     """
     folder = _folder(model, prompts, command) if results is None else None
-    file = results if folder is None else folder / "cells.jsonl"
+    kept = results if folder is None else folder
     try:
-        found = sweep(results=file)
+        found = sweep(results=kept)
     except KeyboardInterrupt:
-        raise Interrupted(_tidy_cells(folder, file)) from None
+        raise Interrupted(_tidy_cells(folder, kept)) from None
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)
     return made_by(found, command)
@@ -111,21 +111,22 @@ def _tidy(folder: Path | None, prompts: int) -> str:
     return f"Stopped; {len(kept)} of {prompts} prompts are finished and kept: the same command goes on from there."
 
 
-def _tidy_cells(folder: Path | None, file: Path | None) -> str:
+def _tidy_cells(folder: Path | None, kept: Path | None) -> str:
     """Say what an interrupted sweep leaves behind; a folder of ours without a finished cell is removed."""
-    cells = 0 if file is None else finished_cells(file)
+    cells = 0 if kept is None else finished_cells(kept)
     if not cells:
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
         return "Stopped before the first cells were finished; no cell was kept and no result was written."
-    return f"Stopped; {cells} finished cells are kept in {file}: the same command goes on from there."
+    return f"Stopped; {cells} finished cells are kept in {kept}: the same command goes on from there."
 
 
-def finished_cells(file: Path) -> int:
-    """How many cells a results file holds, over all prompts; the arms that all cells share are none."""
+def finished_cells(folder: Path) -> int:
+    """How many cells a folder of results holds, over all prompts; the arms that all cells share are none."""
+    from kvdrift.runs.store import Store
+
     try:
-        with file.open(encoding="utf-8") as lines:
-            entries = [json.loads(line) for line in lines if line.endswith("\n")]
-    except (OSError, ValueError):
+        _, records = Store.read(folder, "sweep")
+    except FileError:
         return 0
-    return sum(entry.get("cell", -1) >= 0 for entry in entries)
+    return sum(not key.endswith("/shared") for key in records)

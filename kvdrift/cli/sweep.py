@@ -11,7 +11,7 @@ from kvdrift.cli import console, options
 from kvdrift.cli.command import typed
 from kvdrift.cli.prompts import gather, names, numbers_or_all, places
 from kvdrift.cli.running import resumable_sweep
-from kvdrift.cli.verb import check_targets, deliver, donor_and_recipient, open_model
+from kvdrift.cli.verb import check_folder, check_targets, deliver, donor_and_recipient, open_model
 
 
 def sweep(
@@ -46,10 +46,13 @@ def sweep(
     ] = "shared",
     chat: options.Chat = False,
     prefill_chunk: options.PrefillChunk = None,
+    engine: options.Engine = "local",
+    workers: options.Workers = None,
+    address: options.Address = None,
     threads: options.Threads = None,
     seed: options.Seed = 0,
     results: Annotated[
-        Path | None, typer.Option(help="Keep finished cells in this file; the same command goes on from it.")
+        Path | None, typer.Option(help="Keep finished cells in this folder; the same command goes on from there.")
     ] = None,
     as_json: options.AsJson = False,
     save: options.Save = None,
@@ -59,7 +62,8 @@ def sweep(
     given = gather(prompt, prompts)
     at_layers, at_heads = numbers_or_all(layers, "--layers"), numbers_or_all(heads, "--heads")
     at_positions, at_steps = places(positions), numbers_or_all(steps, "--steps")
-    check_targets(save=save, report=report, results=results)
+    check_targets(save=save, report=report)
+    check_folder(results)
     with console.working():
         from kvdrift.patching.sweep import sweep as run
 
@@ -89,6 +93,10 @@ def sweep(
                 chat=chat,
                 seed=seed,
                 results=results,
+                engine=engine,
+                workers=workers,
+                threads=threads,
+                address=address,
             ),
         )
     deliver(found, as_json=as_json, save=save, report=report)

@@ -36,6 +36,22 @@ def check_targets(**targets: Path | None) -> None:
         console.check_target(path)
 
 
+def check_folder(path: Path | None) -> None:
+    """Refuse a folder for finished work that could not be used, before the model is loaded.
+
+    Raises
+    ------
+    InputError
+        If the path is a file.
+    FileError
+        If the folder around it cannot be made or written.
+    """
+    if path is not None and path.is_file():
+        raise InputError(f"{path} is a file; give the name of a folder to keep finished work in.")
+    if path is not None and not path.is_dir():
+        console.check_target(path)
+
+
 def open_model(name: str, dtype: str, device: str, attn: str, threads: int | None) -> Model:
     """Load a model as the options say.
 

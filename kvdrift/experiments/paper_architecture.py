@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
 from typing import Any
 
+from kvdrift import markup
 from kvdrift.controls.counterfactual import expand_kv_heads, widen_window
 from kvdrift.controls.precision import cast_copy
 from kvdrift.drift.compare import compare
@@ -107,6 +108,9 @@ class PaperArchitecture:
     def __repr__(self) -> str:
         return self.summary()
 
+    def _repr_html_(self) -> str:
+        return markup.listing(self.summary().splitlines())
+
     def save(self, folder: str | FilePath) -> FilePath:
         """Write every arm into a folder, one file each."""
         folder = FilePath(folder)
@@ -196,7 +200,7 @@ def paper_architecture(
             progress=progress, resume=kept, **options,
         )  # fmt: skip
 
-    original = run("original", Model(cast_copy(source.hf, source.dtype), source.tokenizer, source.name))
+    original = run("original", source.around(cast_copy(source.hf, source.dtype)))
     tokens = [row[:n].tolist() for row, n in zip(original.arrays["fed"], original.arrays["n_steps"], strict=True)]
     drifts: dict[str, Drift] = {}
     for name, make in makers.items():

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
 
+from kvdrift import markup
 from kvdrift.drift.compare import compare
 from kvdrift.drift.result import Drift
 from kvdrift.errors import InputError
@@ -39,6 +40,9 @@ class PaperDrift:
 
     def __repr__(self) -> str:
         return self.summary()
+
+    def _repr_html_(self) -> str:
+        return markup.listing(self.summary().splitlines())
 
 
 def paper_drift(

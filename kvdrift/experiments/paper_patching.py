@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from kvdrift import markup
 from kvdrift.errors import FileError, InputError
 from kvdrift.models.load import load
 from kvdrift.patching.outcome import Outcomes
@@ -93,6 +94,9 @@ class PaperPatching:
 
     def __repr__(self) -> str:
         return self.summary()
+
+    def _repr_html_(self) -> str:
+        return markup.listing(self.summary().splitlines())
 
     def save(self, folder: str | FilePath) -> FilePath:
         """Write both directions into a folder, one file each."""
@@ -219,7 +223,7 @@ def paper_patching(
             loaded, prompts, donor=None, recipient=recipients[name], max_new_tokens=max_new_tokens, tokens=None,
             chat=chat, progress=progress,
         )  # fmt: skip
-        kept = None if results is None else FilePath(results) / f"{name}.jsonl"
+        kept = None if results is None else FilePath(results) / name
         sweeps[name] = run_cells(
             setup, cells, placebos=placebos, controls="all", seed=seed, progress=progress, results=kept,
             controlled=controlled,
@@ -270,7 +274,14 @@ def _reading(sweep: Sweep) -> list[str]:
         f"K/V persistently {number(lasting)}"
     ]
     if all(_leaves_nothing(sweep, cells[f"{name}, one-shot"]) for name in once):
-        said.append("no bit of a one-shot patch is left after its step: a recipient without a cache keeps nothing")
+        said.append(
+            "no bit of a one-shot patch is left after its step: "
+            + (
+                "a recipient without a cache keeps nothing"
+                if sweep.recipient.label == CacheOff().label
+                else "the two paths agreed there already, so nothing else was written; take another step"
+            )
+        )
     else:
         said.append(_ONCE[tuple(found.value >= CAME_BACK for found in once.values())])
     again = sweep.recovery(cells["KV, persistent"], role="re-rolled patched", against="re-roll")

@@ -2,34 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path as FilePath
 from typing import Any, Literal
 
-import numpy as np
 from tqdm.auto import tqdm
 
 from kvdrift.errors import InputError
 from kvdrift.patching.axes import cells_over
-from kvdrift.patching.ledger import Ledger
-from kvdrift.patching.measure import FLOATS
-from kvdrift.patching.outcome import Arm
-from kvdrift.patching.patch import common, one_prompt
+from kvdrift.patching.cells import Group, key_of, rows_of, unpack_runner
+from kvdrift.patching.patch import common
 from kvdrift.patching.result import Sweep
 from kvdrift.patching.schedule import Schedule
 from kvdrift.patching.setup import Setup, read
 from kvdrift.patching.spec import Cell, Patch, Write, as_cell
-from kvdrift.patching.walk import Plan, Rows, Walk
+from kvdrift.patching.walk import Plan, Walk
 from kvdrift.paths.path import Path
+from kvdrift.runs.comparable import comparable
+from kvdrift.runs.engines import Engine, LocalEngine, pinned
+from kvdrift.runs.engines import engine as engine_of
+from kvdrift.runs.ship import cuda_devices, pack
+from kvdrift.runs.store import Store
 from kvdrift.tracing.trace import Trace, free_memory
 
 SITES = ("resid_post", "k", "v", "kv")
-SHARED = -1
-"""The number under which a ledger keeps the arms that all cells share."""
 TOGETHER = 64
 """At most so many cells step beside one donor run; then its next run serves the next ones."""
-NOTHING = np.zeros((0, 5), dtype=str)
+MANY = 8
+"""For how many workers there are groups at least, where their number is the cluster's to decide."""
 SHARE_OF_FREE_MEMORY = 0.25
 """The caches of the cells that step together may take so much of the free memory."""
 Controls = Literal["all", "shared", "none"]
@@ -58,6 +60,10 @@ def sweep(
     seed: int = 0,
     progress: bool = True,
     results: str | FilePath | None = None,
+    engine: str = "local",
+    workers: int | None = None,
+    threads: int | None = None,
+    address: str | None = None,
 ) -> Sweep:
     """Patch one place after the other, and find which brings the recipient to the donor.
 
@@ -92,7 +98,13 @@ def sweep(
         ``"shared"``: re-roll and full patch beside the cells. ``"all"``: each cell's self-patch, one-ulp noise, patch
         into re-rolled sums and patch from a float32 donor too. ``"none"``: neither.
     results
-        A file of JSON lines that keeps finished cells: the same call goes on from there.
+        A folder that keeps finished cells: the same call goes on from there, whatever stopped it.
+    engine
+        ``"local"``, or ``"ray"`` to spread groups of cells over the workers of a Ray cluster, each with a model of its
+        own (needs ``kvdrift[ray]``). The numbers are the same.
+    workers, threads, address
+        For Ray: how many workers, how many CPU threads each, and the address of a running cluster (one is started on
+        this machine by default). ``threads`` holds for the local engine, too.
 
     Returns
     -------
@@ -103,7 +115,7 @@ def sweep(
     InputError, SiteError
         If an argument does not fit the model, the prompts or the donor.
     FileError
-        If ``results`` cannot be used, or holds another sweep.
+        If ``results`` cannot be used, or holds another sweep; the sentence names what differs.
 
     Examples
     --------
@@ -128,9 +140,12 @@ def sweep(
         cells = cells_over(setup, names, axes, schedules, chosen, write)
     if not cells:
         raise InputError("There is no cell to sweep over; give a site and an axis, or patches.")
+    models = [path.model or setup.model for path in (setup.recipient, setup.donor)]
+    run_on = engine_of(engine, workers=workers, threads=threads, address=address, gpus=cuda_devices(*models))
     return run_cells(
-        setup, cells, placebos=placebos, controls=controls, seed=seed, progress=progress, results=results, over=axes
-    )
+        setup, cells, placebos=placebos, controls=controls, seed=seed, progress=progress, results=results, over=axes,
+        run_on=run_on,
+    )  # fmt: skip
 
 
 def run_cells(
@@ -144,6 +159,7 @@ def run_cells(
     results: str | FilePath | None = None,
     over: tuple[str, ...] = (),
     controlled: frozenset[int] | None = None,
+    run_on: Engine | None = None,
 ) -> Sweep:
     """Run these cells over the prompts of ``setup``; see `sweep`.
 
@@ -151,78 +167,67 @@ def run_cells(
     """
     if controls not in ("all", "shared", "none"):
         raise InputError(f"controls={controls!r}: choose 'all', 'shared' or 'none'.")
+    run_on = engine_of() if run_on is None else run_on
     plan = Plan(placebos, controls != "none", controls == "all", seed, controlled)
-    walk = Walk(setup.model, setup.donor, setup.recipient, plan, setup.trace(0))
+    walk = Walk(setup.model, setup.donor, setup.recipient, plan, setup.trace(0))  # checks and names; runs nothing
+    for prompt, length in zip(setup.prompts, setup.lengths, strict=True):
+        walk.check(cells, len(prompt.ids), length)
+    shared = walk.shared_arms()
+    arms = [*shared, *(arm for number in range(len(cells)) for arm in walk.cell_arms(number))]
     settings = {"placebos": placebos, "controls": controls, "seed": seed, "controlled": sorted(controlled or ())}
-    patches = [[patch.to_dict() for patch in cell.patches] for cell in cells]
-    try:
-        for prompt, length in zip(setup.prompts, setup.lengths, strict=True):
-            walk.check(cells, len(prompt.ids), length)
-        ledger = Ledger(results, setup.settings() | settings | {"cells": patches})
-        shared = walk.shared_arms()
-        found = []
-        with tqdm(total=sum(setup.lengths) * len(cells), desc="sweep", unit="step", disable=not progress) as bar:
-            for number in range(len(setup.prompts)):
-                found.append(_prompt(setup, walk, number, cells, shared, ledger, bar))
-                bar.n = sum(setup.lengths[: number + 1]) * len(cells)  # a text may end early
-                bar.refresh()
-        arms = [*shared, *(arm for number in range(len(cells)) for arm in walk.cell_arms(number))]
-        notes = tuple(walk.notes)
-    finally:
-        walk.close()
+    with pinned(run_on.threads), Store(results, "sweep", _all_settings(setup, cells, settings)) as store:
+        _run(setup, walk, cells, plan, run_on, store, progress)
+        for number in range(len(setup.prompts)):
+            for cell in range(len(cells)):
+                walk.recall(cell, store.done[key_of(number, cell)]["absent"])
+        found = [rows_of(store.done, number, len(cells)) for number in range(len(setup.prompts))]
+        provenance = setup.provenance(**settings)
     return Sweep(
-        **common(setup, cells, arms, found), notes=notes, provenance=setup.provenance(**settings), extra={"over": over}
+        **common(setup, cells, arms, found), notes=tuple(walk.notes), provenance=provenance, extra={"over": over}
     )
 
 
-def _prompt(
-    setup: Setup, walk: Walk, number: int, cells: Sequence[Cell], shared: list[Arm], ledger: Ledger, bar: tqdm
-) -> Rows:
-    """All cells over one prompt: those that are kept from before, and the others in groups."""
-    missing = [cell for cell in range(len(cells)) if ledger.get(number, cell) is None]
-    bar.update((len(cells) - len(missing)) * setup.lengths[number])
-    for cell in range(len(cells)):
-        walk.recall((ledger.get(number, cell) or {}).get("absent", NOTHING))
-    size = _together(setup, walk, number, len(cells))
-    groups = [missing[i : i + size] for i in range(0, len(missing), size)]
-    if not groups and ledger.get(number, SHARED) is None:
-        groups = [[]]
-    for group in groups:
-        kept = ledger.get(number, SHARED)
-        arms = shared if kept is None else shared[:1]
-        own = [walk.cell_arms(cell) for cell in group]
-        everyone = [*arms, *(arm for some in own for arm in some)]
-        # All cells are handed over: the shared arms begin at the first write of any, whichever group they run in.
-        rows = one_prompt(setup, walk, number, dict(enumerate(cells)), everyone, partial(_tick, bar, len(group)))
-        finished: dict[tuple[int, int], Rows] = {}
-        start = len(arms)
-        if kept is None:
-            common_rows = {name: rows[name] for name in ("fed", "donor_top1")}
-            finished[number, SHARED] = common_rows | _some(rows, slice(0, start))
-        for cell, some in zip(group, own, strict=True):
-            finished[number, cell] = _some(rows, slice(start, start + len(some)))
-            start += len(some)
-        for cell in group[:1]:
-            finished[number, cell]["absent"] = walk.absent
-        ledger.add(finished)
-    parts = [_known(ledger, number, SHARED), *(_known(ledger, number, cell) for cell in range(len(cells)))]
-    stacked = {name: np.concatenate([part[name] for part in parts]) for name in (*FLOATS, "top1")}
-    return stacked | {name: parts[0][name] for name in ("fed", "donor_top1")}
+def _all_settings(setup: Setup, cells: Sequence[Cell], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything that a store of this sweep must have been made with."""
+    on_gpu = setup.model.device.type == "cuda"
+    patches = [[patch.to_dict() for patch in cell.patches] for cell in cells]
+    return setup.settings() | comparable(on_gpu) | dict(settings) | {"cells": patches}
 
 
-def _tick(bar: tqdm, n_cells: int, n_arms: int) -> None:
-    """One step of a group is done."""
-    bar.update(n_cells)
+def _run(
+    setup: Setup, walk: Walk, cells: Sequence[Cell], plan: Plan, run_on: Engine, store: Store, progress: bool
+) -> None:
+    """Run what the store lacks."""
+    jobs, lengths = _groups(setup, walk, len(cells), run_on, store.done), setup.lengths
+    left = sum(len(group.cells) * lengths[group.prompt] for group in jobs.values())
+    total = sum(lengths) * len(cells)
+    with tqdm(total=total, initial=total - left, desc="sweep", unit="step", disable=not progress) as bar:
+        here = {"tick": bar.update} if isinstance(run_on, LocalEngine) else {}
+        make_worker = partial(unpack_runner, pack(setup), tuple(cells), plan, **here)
+        for key, finished in run_on.run(make_worker, jobs):
+            for name, record in finished.items():
+                store.add(name, record)
+            left -= len(jobs[key].cells) * lengths[jobs[key].prompt]
+            bar.n = total - left  # a text may end early
+            bar.refresh()
 
 
-def _known(ledger: Ledger, prompt: int, cell: int) -> Rows:
-    rows = ledger.get(prompt, cell)
-    assert rows is not None, "every cell of the prompt has run"
-    return rows
-
-
-def _some(rows: Rows, arms: slice) -> Rows:
-    return {name: rows[name][arms] for name in (*FLOATS, "top1")}
+def _groups(setup: Setup, walk: Walk, n_cells: int, run_on: Engine, done: Mapping[str, Any]) -> dict[str, Group]:
+    """The cells that are missing, in groups that fit the memory and keep all workers busy."""
+    missing = {
+        number: [cell for cell in range(n_cells) if key_of(number, cell) not in done]
+        for number in range(len(setup.prompts))
+    }
+    fair = math.ceil(sum(map(len, missing.values())) / (run_on.workers or MANY))
+    found: list[Group] = []
+    for number, cells in missing.items():
+        size = max(1, min(_together(setup, walk, number, n_cells), fair))
+        groups = [tuple(cells[i : i + size]) for i in range(0, len(cells), size)]
+        shared = key_of(number, None) not in done
+        if shared and not groups:
+            groups = [()]
+        found += [Group(number, group, shared and place == 0) for place, group in enumerate(groups)]
+    return {str(place): group for place, group in enumerate(found)}
 
 
 def _together(setup: Setup, walk: Walk, number: int, n_cells: int) -> int:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvdrift.controls.control import Control
+from kvdrift.controls.control import Bound, Control
 from kvdrift.controls.precision import cast_copy
 from kvdrift.controls.reroll import ReRoll
 from kvdrift.errors import InputError, NonFiniteError, SiteError
@@ -99,27 +100,38 @@ class Walk:
         self.model = recipient.model or model
         self.donor_model = self.model if trace is not None else donor.model or model
         self._limits: dict[str, None] = {}
-        self._absent: dict[tuple[str, int, str], dict[int, int]] = {}
+        self._absent: dict[int, dict[tuple[str, int, str], dict[int, int]]] = {}
         self._reroll = ReRoll(plan.seed)
-        self._bound = self._reroll.bind(self.model.hf) if plan.shared or plan.own else None
+        self._bound: Bound | None = None
         self._wide: Model | None = None
-        if plan.own and self.model.dtype in (torch.float32, torch.float64):
+        self._widens = plan.own and self.model.dtype not in (torch.float32, torch.float64)
+        if plan.own and not self._widens:
             self._limits[f"no float32 donor and no signature: the model runs in {self.model.dtype_name}"] = None
-        elif plan.own:
+
+    def _prepare(self) -> None:
+        """Make what runs need and checks do not: reordered weights, and the float32 copy."""
+        if self._bound is None and (self.plan.shared or self.plan.own):
+            self._bound = self._reroll.bind(self.model.hf)
+        if self._wide is None and self._widens:
             base = self.donor_model
-            self._wide = Model(cast_copy(base.hf, torch.float32), base.tokenizer, f"{base.name} in float32")
+            self._wide = base.around(cast_copy(base.hf, torch.float32), f"{base.name} in float32")
 
     def close(self) -> None:
         """Free reordered weights and the float32 copy."""
         if self._bound is not None:
             self._bound.close()
-        self._wide = None
+        self._bound = self._wide = None
 
     @property
     def notes(self) -> list[str]:
         """What could not be done, in sentences."""
+        merged: dict[tuple[str, int, str], dict[int, int]] = {}
+        for of_cell in self._absent.values():
+            for key, since in of_cell.items():
+                for position, step in since.items():
+                    _earliest(merged.setdefault(key, {}), position, step)
         absent = []
-        for (site, layer, reason), since in sorted(self._absent.items()):
+        for (site, layer, reason), since in sorted(merged.items()):
             at = [f"{position} (step {step})" for position, step in sorted(since.items())]
             absent.append(
                 f"{site} of layer {layer}: positions named that are {reason} were not written, each from the step "
@@ -127,20 +139,22 @@ class Walk:
             )
         return [*self._limits, *absent]
 
-    @property
-    def absent(self) -> np.ndarray:
-        """Named positions that could not be written: text rows of site, layer, reason, position, first step."""
-        rows = [[*key, position, step] for key, since in self._absent.items() for position, step in since.items()]
-        return np.array(rows, dtype=str).reshape(-1, 5)
+    def absent(self, cell: int) -> list[list[Any]]:
+        """Named positions that a cell could not write: rows of site, layer, reason, position, first step."""
+        found = self._absent.get(cell, {})
+        return [[*key, position, step] for key, since in found.items() for position, step in since.items()]
 
-    def recall(self, absent: np.ndarray) -> None:
-        """Take in what `absent` said when these cells ran."""
-        for site, layer, reason, position, step in absent.tolist():
-            self._report(site, int(layer), reason, int(position), int(step))
+    def recall(self, cell: int, absent: Sequence[Sequence[Any]]) -> None:
+        """Take in what `absent` said when this cell ran."""
+        for site, layer, reason, position, step in absent:
+            self._report(cell, (site, layer, reason), position, step)
 
-    def _report(self, site: str, layer: int, reason: str, position: int, step: int) -> None:
-        since = self._absent.setdefault((site, layer, reason), {})
-        since[position] = min(step, since.get(position, step))
+    def forget(self) -> None:
+        """Let `absent` tell of what runs from here on alone."""
+        self._absent.clear()
+
+    def _report(self, cell: int, key: tuple[str, int, str], position: int, step: int) -> None:
+        _earliest(self._absent.setdefault(cell, {}).setdefault(key, {}), position, step)
 
     # --- the arms
 
@@ -160,7 +174,7 @@ class Walk:
         if self.plan.own and (self.plan.only is None or number in self.plan.only):
             arms += [Arm("self-patch", number), Arm("one ulp", number, self.plan.seed)]
             arms.append(Arm("re-rolled patched", number, self.plan.seed))
-            if self._wide is not None:
+            if self._widens:
                 arms.append(Arm("float32 donor", number))
         return arms
 
@@ -244,6 +258,7 @@ class Walk:
         dict
             `FLOATS` and ``top1``, each ``[arm, step]``; ``fed`` and ``donor_top1 [step]``.
         """
+        self._prepare()
         first = min((cell.first for cell in cells.values()), default=1)
         runners = [self._runner(arm, cells, first) for arm in arms]
         collected: list[list[dict[str, float]]] = []
@@ -361,7 +376,7 @@ class Walk:
             found += blocks
             for lost in absent if runner.arm.role == "patched" else ():
                 for position in lost.positions:
-                    self._report(lost.site, lost.layer, lost.reason, position, number)
+                    self._report(runner.arm.cell or 0, (lost.site, lost.layer, lost.reason), position, number)
         return found
 
     def _content(self, runner: _Runner, number: int, given: Sequence[Given]) -> list[Block]:
@@ -378,3 +393,7 @@ class Walk:
         if role == "one ulp":
             return [replace(g.block, value=nudged(g.own, generator(seed, "entry"))) for g in given]
         return [g.block for g in given]
+
+
+def _earliest(since: dict[int, int], position: int, step: int) -> None:
+    since[position] = min(step, since.get(position, step))

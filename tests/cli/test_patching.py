@@ -144,7 +144,7 @@ def test_the_command_names_every_option_that_decides_the_numbers(folder, tmp_pat
         "persistent", "--layers", "0", "--recipient", "off", "--max-new-tokens", "3", "--placebos", "0",
         "--controls", "none", "--seed", "2",
     ]  # fmt: skip
-    assert main([*arguments, "--save", str(saved), "--results", str(tmp_path / "cells.jsonl"), "--json"]) == 0
+    assert main([*arguments, "--save", str(saved), "--results", str(tmp_path / "cells"), "--json"]) == 0
     assert kd.Sweep.load(saved).provenance["command"] == (
         "kvdrift sweep tiny-llama --prompts p.jsonl --sites v --schedule 'one_shot(1)' --schedule persistent "
         "--layers 0 --recipient off --max-new-tokens 3 --placebos 0 --controls none --seed 2"
@@ -186,9 +186,9 @@ def test_ctrl_c_keeps_finished_cells_and_the_same_command_goes_on(folder, cache,
     assert captured.out == ""
     assert "Traceback" not in captured.err
     (file,) = cache.rglob("*.jsonl")
-    assert finished_cells(file) == 10
+    assert finished_cells(file.parent) == 10
     said = "".join(captured.err.split())
-    assert f"10finishedcellsarekeptin{file}:thesamecommandgoesonfromthere." in said
+    assert f"10finishedcellsarekeptin{file.parent}:thesamecommandgoesonfromthere." in said
 
     with monkeypatch.context() as patch:
         stop_after(patch, 3)  # enough for what is left, not for all
@@ -197,22 +197,38 @@ def test_ctrl_c_keeps_finished_cells_and_the_same_command_goes_on(folder, cache,
     assert list(cache.rglob("*.jsonl")) == []
 
 
-def test_a_results_file_of_ones_own_stays(folder, cache, tmp_path, monkeypatch, capsys):
-    file = tmp_path / "new" / "cells.jsonl"
-    arguments = ["sweep", str(folder), *CELLS, "--results", str(file), "--json"]
+def test_a_results_folder_of_ones_own_stays(folder, cache, tmp_path, monkeypatch, capsys):
+    kept = tmp_path / "new" / "cells"
+    arguments = ["sweep", str(folder), *CELLS, "--results", str(kept), "--json"]
     with monkeypatch.context() as patch:
         stop_after(patch, 1)
         assert main(arguments) == 130
-    assert str(file) in "".join(capsys.readouterr().err.split())
-    assert finished_cells(file) == 2
+    assert str(kept) in "".join(capsys.readouterr().err.split())
+    assert finished_cells(kept) == 2
     assert main(arguments) == 0
     first = printed(capsys)
-    assert finished_cells(file) == 16
+    assert finished_cells(kept) == 16
     with monkeypatch.context() as patch:
         stop_after(patch, 0)  # nothing is left to run
         assert main(arguments) == 0
     assert printed(capsys) == first
     assert not list(cache.rglob("*.jsonl"))
+
+
+def test_where_a_sweep_runs_is_asked_for_and_is_no_part_of_what_it_is(folder, cache, tmp_path, monkeypatch):
+    native, asked, saved = sweeping.engine_of, {}, tmp_path / "r.safetensors"
+
+    def local(name, **options):
+        asked.update(options, name=name)
+        return native(threads=options["threads"])
+
+    monkeypatch.setattr(sweeping, "engine_of", local)
+    where = ["--engine", "ray", "--workers", "3", "--address", "node:6379", "--threads", "1"]
+    assert main(["sweep", str(folder), *CELLS, *where, "--save", str(saved)]) == 0
+    assert asked == {"name": "ray", "workers": 3, "threads": 1, "address": "node:6379", "gpus": 0}
+    command = kd.Sweep.load(saved).provenance["command"]
+    assert "--threads 1" in command
+    assert not any(word in command for word in ("ray", "--workers", "node"))
 
 
 def test_another_sweep_takes_nothing_of_what_was_kept(folder, cache, tmp_path, monkeypatch, capsys):
@@ -222,12 +238,12 @@ def test_another_sweep_takes_nothing_of_what_was_kept(folder, cache, tmp_path, m
     assert main(["sweep", str(folder), *CELLS, "--seed", "1"]) == 0
     assert len(list(cache.rglob("*.jsonl"))) == 1
 
-    file = tmp_path / "cells.jsonl"
-    assert main(["sweep", str(folder), *CELLS, "--results", str(file)]) == 0
+    kept = tmp_path / "cells"
+    assert main(["sweep", str(folder), *CELLS, "--results", str(kept)]) == 0
     capsys.readouterr()
-    assert main(["sweep", str(folder), *CELLS, "--results", str(file), "--seed", "1"]) == 1
+    assert main(["sweep", str(folder), *CELLS, "--results", str(kept), "--seed", "1"]) == 1
     captured = capsys.readouterr()
-    assert "holds another sweep (it differs in seed)" in captured.err.replace("\n", " ")
+    assert "holds another sweep (it differs in seed: 0 there, 1 here)" in captured.err.replace("\n", " ")
     assert captured.out == ""
 
 
@@ -317,6 +333,8 @@ SWEEP = [
     (["--schedule", "sometimes"], 1, "schedule='sometimes'"),
     (["--controls", "some"], 2, "--controls"),
     (["--recipient", "sideways"], 2, "--recipient"),
+    (["--engine", "slurm"], 2, "--engine"),
+    (["--workers", "2"], 1, "are for engine='ray'"),
 ]
 
 
@@ -343,10 +361,7 @@ def test_unknown_model(verb, capsys):
     assert "did you mean 'smollm2-135m'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("verb", "option"),
-    [(verb, option) for verb in VERBS for option in ("--save", "--report")] + [("sweep", "--results")],
-)
+@pytest.mark.parametrize(("verb", "option"), [(verb, option) for verb in VERBS for option in ("--save", "--report")])
 def test_a_target_that_cannot_be_written_is_refused_before_the_model_is_loaded(verb, option, tmp_path, capsys):
     assert main([verb, "no-such-model", *QUICK, option, str(tmp_path)]) == 1
     assert "is a folder" in capsys.readouterr().err
@@ -355,19 +370,21 @@ def test_a_target_that_cannot_be_written_is_refused_before_the_model_is_loaded(v
     assert "cannot be made" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("options", [("--save", "--report"), ("--save", "--results"), ("--report", "--results")])
-def test_two_targets_of_one_name(options, tmp_path, capsys):
+def test_two_targets_of_one_name(tmp_path, capsys):
     file = str(tmp_path / "r")
-    assert main(["sweep", "no-such-model", *QUICK, options[0], file, options[1], file]) == 1
+    assert main(["sweep", "no-such-model", *QUICK, "--save", file, "--report", file]) == 1
     error = capsys.readouterr().err
     assert "both name" in error
-    assert all(option in error for option in options)
+    assert "--save" in error
+    assert "--report" in error
 
 
 @pytest.mark.parametrize("content", ["hello\n", '{"ids": [1, 2]}\n'])
-def test_a_results_file_that_is_none(folder, tmp_path, capsys, content):
+def test_results_go_into_a_folder_not_a_file(tmp_path, capsys, content):
     file = tmp_path / "cells.jsonl"
     file.write_text(content, encoding="utf-8")
-    assert main(["sweep", str(folder), *QUICK, "--results", str(file)]) == 1
-    assert "not a results file" in capsys.readouterr().err.replace("\n", " ")
+    assert main(["sweep", "no-such-model", *QUICK, "--results", str(file)]) == 1
+    assert "is a file; give the name of a folder" in capsys.readouterr().err.replace("\n", " ")
+    assert main(["sweep", "no-such-model", *QUICK, "--results", str(file / "r")]) == 1
+    assert "cannot be made" in capsys.readouterr().err
     assert file.read_text(encoding="utf-8") == content

@@ -84,7 +84,7 @@ def test_an_interrupted_experiment_goes_on_from_its_results(model, found, tmp_pa
     def never(*_, **__):
         raise AssertionError("a finished cell ran again")
 
-    monkeypatch.setattr("kvdrift.patching.sweep.one_prompt", never)
+    monkeypatch.setattr("kvdrift.patching.cells.one_prompt", never)
     again = kd.experiments.paper_patching(model, PROMPTS, step=2, results=tmp_path, **SETTINGS)
     for name, array in found.off_from_on.arrays.items():
         for other in (first, again):

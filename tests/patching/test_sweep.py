@@ -1,15 +1,19 @@
-"""`kd.sweep`: each cell's numbers in any order, company and subset; its axes; its results file."""
+"""`kd.sweep`: each cell's numbers in any order, company and subset; its axes; its results folder; its engines."""
 
 import itertools
 import json
+import pickle
 
 import numpy as np
 import pytest
+import torch
 
 import kvdrift as kd
 from kvdrift.errors import FileError, InputError, SiteError
+from kvdrift.patching import cells as running
 from kvdrift.patching import sweep as module
 from kvdrift.patching.outcome import Arm
+from kvdrift.runs.store import Store
 
 PROMPT = [5, 9, 100, 33, 7, 8, 250, 301, 12, 44]  # longer than the windows of 8
 ON, OFF = kd.CacheOn(), kd.CacheOff()
@@ -108,12 +112,12 @@ def test_two_prompts_and_both_directions(recipient, tiny_model, monkeypatch):
             np.testing.assert_array_equal(together.arrays[name][number], alone.arrays[name][0], err_msg=name)
 
 
-# --- the results file
+# --- the results folder
 
 
 def calls_of(monkeypatch, stop=None):
     """Count the walks, and be interrupted at one of them."""
-    native, calls = module.one_prompt, []
+    native, calls = running.one_prompt, []
 
     def counted(*arguments, **options):
         calls.append(1)
@@ -121,21 +125,20 @@ def calls_of(monkeypatch, stop=None):
             raise KeyboardInterrupt
         return native(*arguments, **options)
 
-    monkeypatch.setattr(module, "one_prompt", counted)
+    monkeypatch.setattr(running, "one_prompt", counted)
     return calls
 
 
 @pytest.mark.parametrize("stop", [1, 2, 3])
 def test_an_interrupted_sweep_goes_on_where_it_was(stop, model, whole, monkeypatch, tmp_path, hooks):
-    path = tmp_path / "sweep.jsonl"
-    options = {"patches": CELLS, "placebos": 2, "controls": "all", "results": path}
+    options = {"patches": CELLS, "placebos": 2, "controls": "all", "results": tmp_path}
     monkeypatch.setattr(module, "TOGETHER", 2)
     with monkeypatch.context() as patched:
         calls_of(patched, stop)
         with pytest.raises(KeyboardInterrupt):
             sweep(model, **options)
     assert not hooks(model.hf)
-    assert len(path.read_text().splitlines()) == 1 + (2 * (stop - 1) + 1 if stop > 1 else 0)
+    assert len(records(tmp_path)) == (2 * (stop - 1) + 1 if stop > 1 else 0)
     calls = calls_of(monkeypatch)
     same(sweep(model, **options), whole)
     assert len(calls) == 3 - (stop - 1)
@@ -144,23 +147,97 @@ def test_an_interrupted_sweep_goes_on_where_it_was(stop, model, whole, monkeypat
     assert not calls, "nothing is left to run"
 
 
+def records(folder):
+    return Store.read(folder, "sweep")[1]
+
+
 def test_a_file_that_was_cut_off_anywhere(model, tmp_path):
-    path = tmp_path / "sweep.jsonl"
-    options = {"patches": CELLS, "placebos": 1, "controls": "none", "results": path}
+    options = {"patches": CELLS, "placebos": 1, "controls": "none", "results": tmp_path}
     whole = sweep(model, **options)
-    content = path.read_bytes()
-    head = content.index(b"\n") + 1
-    for cut in (head, head + 40, len(content) // 2, len(content) - 1):
+    path = tmp_path / "records.jsonl"
+    content, kept = path.read_bytes(), records(tmp_path)
+    for cut in (0, 40, len(content) // 2, len(content) - 1):
         path.write_bytes(content[:cut])
         same(sweep(model, **options), whole)
-        assert len(path.read_bytes().splitlines()) == len(content.splitlines())
+        assert str(sorted(records(tmp_path).items())) == str(sorted(kept.items()))
+
+
+def test_records_do_not_depend_on_company_or_order(model, tmp_path, monkeypatch):
+    """Two prompts, so that what one could not write is not told of the other."""
+    options = {"prompt": [PROMPT, PROMPT[:4]], "patches": CELLS[:3], "placebos": 1}
+    options["patches"][2] = [kd.Patch("k", 0, 1), kd.Patch("v", 3, positions=[0, 3])]
+    whole = sweep(model, **options, results=tmp_path / "together")
+    monkeypatch.setattr(module, "TOGETHER", 1)
+    same(sweep(model, **options, results=tmp_path / "alone"), whole)
+    one, other = (str(sorted(records(tmp_path / name).items())) for name in ("together", "alone"))
+    assert one == other
+    kept = records(tmp_path / "alone")
+    assert kept["0/2"]["absent"] == [["v", 3, "outside the window", 0, 1], ["v", 3, "outside the window", 3, 2]]
+    assert kept["1/2"]["absent"] == []
+
+
+class Travelling:
+    """An engine whose workers and jobs are pickled on their way, as those of a cluster are; the last job first."""
+
+    threads, workers = 1, 3
+
+    def run(self, make_worker, jobs):
+        worker = pickle.loads(pickle.dumps(make_worker))()
+        for key, job in reversed(jobs.items()):
+            yield key, worker(pickle.loads(pickle.dumps(job)))
+
+
+@pytest.mark.parametrize("donor", ["path", "trace"])
+def test_workers_that_have_travelled_give_the_same_records(donor, tiny_model, tmp_path, monkeypatch):
+    model, other = tiny_model("mistral"), tiny_model("mistral", dtype=torch.bfloat16)
+    options = {"prompt": [PROMPT, PROMPT[:7]], "sites": "kv", "placebos": 1, "controls": "all", "threads": 1}
+    if donor == "trace":
+        options["donor"] = [
+            kd.record(
+                model, ids, path=OFF, sites=["k", "v", "logits"], positions="all", max_new_tokens=4, progress=False
+            )
+            for ids in options["prompt"]
+        ]
+    else:
+        options["donor"] = kd.CacheOff(model=other, controls=(kd.ReRoll(1),))
+    whole = sweep(model, **options, results=tmp_path / "here")
+    monkeypatch.setattr(module, "engine_of", lambda *_, **__: Travelling())
+    same(sweep(model, **options, results=tmp_path / "there"), whole)
+    here, there = (str(sorted(records(tmp_path / name).items())) for name in ("here", "there"))
+    assert here == there
+
+
+def test_two_ray_workers_go_on_where_this_process_stopped_with_the_same_records(
+    model, tmp_path, monkeypatch, cluster, hooks
+):
+    options = {"prompt": [PROMPT, PROMPT[:7]], "patches": CELLS, "placebos": 1, "threads": 1}
+    whole = sweep(model, **options, results=tmp_path / "here")
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "TOGETHER", 2)
+        calls_of(patched, 2)
+        with pytest.raises(KeyboardInterrupt):
+            sweep(model, **options, results=tmp_path / "ray")
+    assert len(records(tmp_path / "ray")) == 3
+    same(sweep(model, **options, results=tmp_path / "ray", engine="ray", workers=2), whole)
+    here, there = (str(sorted(records(tmp_path / name).items())) for name in ("here", "ray"))
+    assert here == there
+    assert not hooks(model.hf)
+
+
+def test_other_threads_are_other_numbers(model, tmp_path):
+    before = torch.get_num_threads()
+    options = {"patches": CELLS[:1], "placebos": 0, "controls": "none", "results": tmp_path}
+    sweep(model, **options, threads=before)
+    with pytest.raises(FileError, match=f"threads: {before} there, {before + 1} here"):
+        sweep(model, **options, threads=before + 1)
+    assert torch.get_num_threads() == before
 
 
 @pytest.mark.parametrize("where", ["bar", "step"])
 def test_an_interruption_in_the_bar_or_a_step(where, model, monkeypatch, tmp_path, hooks):
     options = {"patches": CELLS, "placebos": 1, "controls": "shared"}
     whole = sweep(model, **options)
-    options["results"] = tmp_path / "sweep.jsonl"
+    options["results"] = tmp_path
     monkeypatch.setattr(module, "TOGETHER", 2)
     calls, ticks = itertools.count(), itertools.count()
 
@@ -183,55 +260,52 @@ def test_an_interruption_in_the_bar_or_a_step(where, model, monkeypatch, tmp_pat
     if handle is not None:
         handle.remove()
     assert not hooks(model.hf)
-    assert len(options["results"].read_text().splitlines()) in (4, 6), "finished groups are kept"
+    assert len(records(tmp_path)) in (3, 5), "finished groups are kept"
     same(sweep(model, **options), whole)
 
 
 @pytest.mark.parametrize(
     ("change", "names"),
     [
-        ({"seed": 1}, "seed"),
-        ({"placebos": 1}, "placebos"),
-        ({"controls": "none"}, "controls"),
-        ({"patches": CELLS[:2]}, "cells"),
-        ({"prompt": PROMPT[1:]}, "prompts"),
-        ({"max_new_tokens": 5}, "lengths"),
-        ({"tokens": [3, 1, 4, 1]}, "tokens"),
-        ({"recipient": kd.CacheOn(prefill_chunk=None, label="mine")}, "recipient"),
-        ({"recipient": OFF}, "recipient, donor"),
-        ({"donor": kd.CacheOff(controls=(kd.ReRoll(1),))}, "donor"),
+        ({"seed": 1}, "seed: 0 there, 1 here"),
+        ({"placebos": 1}, "placebos: 2 there, 1 here"),
+        ({"controls": "none"}, "controls: all there, none here"),
+        ({"patches": CELLS[:2]}, "cells: 1 entries there, 2 here"),
+        ({"prompt": PROMPT[1:]}, "prompts.0: 10 entries there, 9 here"),
+        ({"max_new_tokens": 5}, "lengths.0: 4 there, 5 here"),
+        ({"tokens": [3, 1, 4, 1]}, r"tokens: null there, \[\[3, 1, 4, 1\]\] here"),
+        ({"recipient": kd.CacheOn(label="mine")}, "recipient.label: cache-ON there, mine here"),
+        ({"recipient": OFF}, "recipient.label: cache-ON there, cache-OFF here; donor.label: cache-OFF there, cache-ON"),
+        ({"donor": kd.CacheOff(controls=(kd.ReRoll(1),))}, "donor.controls: 0 entries there, 1 here"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
-def test_a_file_of_another_sweep_is_refused_by_name(change, names, model, tmp_path, hooks):
-    path = tmp_path / "sweep.jsonl"
-    options = {"patches": [CELLS[4]], "placebos": 2, "controls": "all", "results": path}
+def test_a_folder_of_another_sweep_is_refused_by_name(change, names, model, tmp_path, hooks):
+    options = {"patches": [CELLS[4]], "placebos": 2, "controls": "all", "results": tmp_path}
     sweep(model, **options)
-    before = path.read_bytes()
-    with pytest.raises(FileError, match=f"it differs in {names}.; choose another file"):
+    before = (tmp_path / "records.jsonl").read_bytes()
+    with pytest.raises(FileError, match=f"holds another sweep .it differs in {names}.*; choose another folder"):
         sweep(model, **options | change)
-    assert path.read_bytes() == before
+    assert (tmp_path / "records.jsonl").read_bytes() == before
     assert not hooks(model.hf)
 
 
-def test_a_file_of_another_model_or_of_something_else_is_refused(model, tiny_model, tmp_path):
-    path = tmp_path / "sweep.jsonl"
-    options = {"patches": [CELLS[4]], "results": path, "placebos": 0, "controls": "none"}
+def test_a_folder_of_another_model_or_a_file_is_refused(model, tiny_model, tmp_path):
+    options = {"patches": [CELLS[4]], "results": tmp_path, "placebos": 0, "controls": "none"}
     sweep(model, **options)
-    with pytest.raises(FileError, match="weights"):
+    with pytest.raises(FileError, match=r"it differs in weights\.0: \w+ there, \w+ here"):
         sweep(tiny_model("mistral", seed=1), **options)
-    path.write_text("my thesis\n")
-    with pytest.raises(FileError, match="not a results file"):
-        sweep(model, **options)
-    assert path.read_text() == "my thesis\n"
+    thesis = tmp_path / "thesis.txt"
+    thesis.write_text("my thesis\n")
+    with pytest.raises(FileError, match="is a file, and results are kept in a folder"):
+        sweep(model, **options | {"results": thesis})
+    assert thesis.read_text() == "my thesis\n"
 
 
-def test_the_file_is_json_lines(model, tmp_path):
-    path = tmp_path / "sweep.jsonl"
-    sweep(model, patches=CELLS[:2], results=path)
-    head, *lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert head["kvdrift"] == "sweep"
-    assert [(line["prompt"], line["cell"]) for line in lines] == [(0, -1), (0, 0), (0, 1)]
+def test_the_store_has_a_record_per_cell(model, tmp_path):
+    sweep(model, patches=CELLS[:2], results=tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
+    assert [line["key"] for line in lines] == ["0/shared", "0/0", "0/1"]
 
 
 # --- notes
@@ -248,9 +322,9 @@ def test_what_a_window_has_evicted_is_reported_whatever_ran_before(model, monkey
     with monkeypatch.context() as patched:
         calls_of(patched, 3)
         with pytest.raises(KeyboardInterrupt):
-            sweep(model, **options, results=tmp_path / "sweep.jsonl")
-    same(sweep(model, **options, results=tmp_path / "sweep.jsonl"), once)
-    same(sweep(model, **options, results=tmp_path / "sweep.jsonl"), once)
+            sweep(model, **options, results=tmp_path / "sweep")
+    same(sweep(model, **options, results=tmp_path / "sweep"), once)
+    same(sweep(model, **options, results=tmp_path / "sweep"), once)
 
 
 # --- axes
@@ -366,6 +440,6 @@ def test_a_saved_trace_serves_a_sweep(tiny_model):
 def test_bad_arguments_are_one_sentence(options, error, words, tiny_model, tmp_path, hooks):
     model = tiny_model("llama")
     with pytest.raises(error, match=words) as raised:
-        sweep(model, **options, results=tmp_path / "sweep.jsonl")
+        sweep(model, **options, results=tmp_path / "sweep")
     assert "\n" not in str(raised.value)
     assert not hooks(model.hf)

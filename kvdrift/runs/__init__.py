@@ -1,0 +1,1 @@
+"""Long runs: a store that loses nothing, and engines that spread work over processes and machines."""

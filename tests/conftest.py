@@ -86,3 +86,22 @@ def made_ladder():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="session")
+def cluster():
+    """A small Ray cluster on this machine, which this process has joined."""
+    ray = pytest.importorskip("ray")
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    yield ray
+    ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def made_evaluation():
+    """The module that makes up evaluations; see tests/evaluation/evaluation_fixture.py."""
+    path = Path(__file__).parent / "evaluation" / "evaluation_fixture.py"
+    spec = importlib.util.spec_from_file_location("evaluation_fixture", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -13,7 +13,7 @@ from kvdrift.cli.console import Interrupted
 from kvdrift.cli.prompts import numbers
 from kvdrift.cli.running import made_by
 from kvdrift.cli.verb import check_targets, deliver, open_model
-from kvdrift.errors import InputError
+from kvdrift.errors import FileError, InputError
 
 if TYPE_CHECKING:
     from kvdrift.evaluation.task import Task
@@ -143,5 +143,8 @@ def _kept(out: Path | None) -> str:
 
     if out is None:
         return "Stopped; nothing was kept: with --out FOLDER finished items are."
-    finished = len(Store.read(out)[1])
+    try:
+        finished = len(Store.read(out)[1])
+    except FileError:  # it was stopped before there was a store
+        finished = 0
     return f"Stopped; {finished} finished items are kept in {out}: the same command goes on from there."

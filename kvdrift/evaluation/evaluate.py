@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path as FilePath
@@ -22,11 +23,13 @@ from kvdrift.evaluation.strategies import Strategy, parse
 from kvdrift.evaluation.task import Item, Task
 from kvdrift.evaluation.trial import ItemRunner, Plan
 from kvdrift.models.load import load
-from kvdrift.models.model import Model, as_prompts
+from kvdrift.models.model import Model, PromptLike, as_prompts
 from kvdrift.paths.cache_off import CacheOff
 from kvdrift.paths.cache_on import CacheOn
 from kvdrift.paths.path import Path, check_path, path_info, path_settings
+from kvdrift.runs.comparable import comparable
 from kvdrift.runs.engines import engine as engine_of
+from kvdrift.runs.engines import pinned
 from kvdrift.runs.store import Store
 
 
@@ -118,7 +121,7 @@ def evaluate(
     (('greedy', 'top-p 0.9'), 2)
     """
     model = load(model, quiet=not progress)
-    task = _task(task)
+    task = _task(model, task)
     plan = Plan(
         task=task,
         a=CacheOn() if a is None else check_path(a, "a"),
@@ -152,8 +155,8 @@ def evaluate(
 # --- arguments
 
 
-def _task(task: Any) -> Task:
-    if task == "gsm8k":
+def _task(model: Model, task: Any) -> Task:
+    if isinstance(task, str) and task == "gsm8k":
         return GSM8K()
     if isinstance(task, (str, FilePath)) and str(task).endswith((".jsonl", ".json")):
         return JsonlTask(task)
@@ -162,16 +165,24 @@ def _task(task: Any) -> Task:
     if isinstance(task, (list, tuple)):
         if task and all(isinstance(row, Mapping) for row in task):
             return JsonlTask(task)
-        prompts, many = as_prompts(task)
-        return JsonlTask(
-            [{"prompt": p if isinstance(p, str) else list(map(int, p))} for p in (prompts if many else [prompts[0]])]
-        )
+        prompts, _ = as_prompts(task)
+        return JsonlTask([{"prompt": _prompt(model, number, prompt)} for number, prompt in enumerate(prompts)])
     missing = [name for name in ("name", "stop", "items", "score", "settings") if not hasattr(task, name)]
     if missing:
         raise InputError(
             f"{type(task).__name__} is no task: it lacks {', '.join(missing)}; see kvdrift.evaluation.task.Task."
         )
     return task
+
+
+def _prompt(model: Model, number: int, prompt: PromptLike) -> str | list[int]:
+    """A text as it is, anything else as a list of ids."""
+    if isinstance(prompt, str):
+        return prompt
+    try:
+        return model.encode(prompt)
+    except InputError as error:
+        raise InputError(f"Item '{number}' of prompts: {error}") from error
 
 
 def _strategies(strategies: Any) -> tuple[Strategy, ...]:
@@ -205,6 +216,9 @@ def _items(task: Task, limit: int | None) -> list[Item]:
     items = list(task.items())[:limit]
     if not items:
         raise InputError(f"The task {task.name} has no items.")
+    counted = Counter(item.id for item in items)
+    if repeated := [name for name, times in counted.items() if times > 1]:
+        raise InputError(f"The task {task.name} has several items with the id {repeated[0]!r}; ids must be unique.")
     return items
 
 
@@ -235,7 +249,8 @@ def _fitting(model: Model, plan: Plan, items: Sequence[Item]) -> dict[str, tuple
 def _settings(model: Model, plan: Plan, threads: int) -> dict[str, Any]:
     """Everything that decides a record, beside the item."""
     models = [path.model or model for path in (plan.a, plan.b)]
-    collected = provenance.collect(model)
+    with pinned(threads):
+        here = comparable(any(each.device.type == "cuda" for each in models))
     settings = {
         "model": {"name": model.name, "weights": [each.fingerprint for each in models]},
         "a": path_settings(plan.a, model),
@@ -247,10 +262,7 @@ def _settings(model: Model, plan: Plan, threads: int) -> dict[str, Any]:
         "max_new_tokens": plan.max_new_tokens,
         "gold": plan.gold,
         "stop_at_divergence": plan.stop_at_divergence,
-        "threads": threads,
-        "software": collected["software"],
-        "hardware": collected["hardware"],
-        "arithmetic": collected["arithmetic"],
+        **here,
     }
     as_json: dict[str, Any] = json.loads(json.dumps(settings))
     return as_json
@@ -267,11 +279,11 @@ def _worker(model: Model, plan: Plan, engine: str) -> Callable[[], ItemRunner]:
         return partial(ItemRunner, model, plan)
     from kvdrift.runs.ship import pack
 
-    return partial(_unpacked, pack(model), plan)
+    return partial(_unpacked, pack((model, plan)))  # a path may have a model of its own
 
 
-def _unpacked(packed: Any, plan: Plan) -> ItemRunner:
-    return ItemRunner(packed.unpack(), plan)
+def _unpacked(packed: Any) -> ItemRunner:
+    return ItemRunner(*packed.unpack())
 
 
 def _result(model: Model, plan: Plan, records: tuple[ItemRecord, ...], settings: dict[str, Any]) -> Evaluation:

@@ -67,7 +67,7 @@ def overall(evaluations: Sequence[Evaluation]) -> Overall:
     shared = [item for item in ids[0] if all(item in some for some in map(set, ids))]
     if not shared:
         raise InputError("These evaluations have no item in common; evaluate the same task.")
-    if len({tuple(each.texts(shared)) for each in evaluations}) > 1:
+    if len({_prompts(each, shared) for each in evaluations}) > 1:
         raise InputError("These evaluations have other prompts under the same ids; evaluate the same task.")
     rows = [each.rows(shared) for each in evaluations]
 
@@ -95,6 +95,12 @@ def overall(evaluations: Sequence[Evaluation]) -> Overall:
         null_a_higher=tuple(count for count, _ in null),
         null_share=statistics.null_share(max(higher, lower), [max(pair) for pair in null]) if null else math.nan,
     )
+
+
+def _prompts(evaluation: Evaluation, items: list[str]) -> tuple[str, ...]:
+    """The text of each prompt, which models share; the hash of its ids where it was given as ids."""
+    records = [evaluation.records[row] for row in evaluation.rows(items)]
+    return tuple(record.prompt_hash if record.prompt is None else record.prompt for record in records)
 
 
 def _mean(values: np.ndarray) -> float:

@@ -21,9 +21,10 @@ class Answer:
     text
         Their text, cut at the stop string if there was one.
     answer
-        What the task extracted: ``"[invalid]"`` if there was nothing to extract, None if the item has no answer.
+        What the task extracted: ``"[invalid]"`` if there was nothing to extract, None if the item has no answer, or the
+        text was not scored (with ``stop_at_divergence`` only path a's are).
     correct
-        Whether it is right; None if the item has no answer, or the text was stopped at the divergence.
+        Whether it is right; None like ``answer``.
     stop
         One of `STOPS`.
     """

@@ -234,7 +234,9 @@ class Evaluation:
             "token_texts": {str(token): text for token, text in self.token_texts.items()},
             "notes": list(self.notes),
         }
-        return save_tensors(path, "evaluation", {"records": torch.tensor(list(records), dtype=torch.uint8)}, manifest)
+        return save_tensors(
+            path, "evaluation", {"records": torch.frombuffer(bytearray(records), dtype=torch.uint8)}, manifest
+        )
 
     @classmethod
     def load(cls, path: str | Path) -> Evaluation:

@@ -22,6 +22,8 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 from kvdrift.errors import InputError
 
 USUAL_TEMPERATURE, USUAL_K, USUAL_P = 0.7, 50, 0.9
+_NUMBER = r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?|\.\d+)"
+_WORDS = re.compile(rf"(greedy|temperature|top-k|top-p)(?:[ =:]{_NUMBER})?(?: ?(?:at|@) ?{_NUMBER})?")
 
 
 class Decision(Protocol):
@@ -104,7 +106,7 @@ class Temperature:
     @property
     def label(self) -> str:
         """``"temperature 0.7"``."""
-        return f"temperature {self.temperature:g}"
+        return f"temperature {_exact(self.temperature)}"
 
     def sampler(self, seed: int, item: str) -> Decision:
         """The sampler of one text."""
@@ -164,7 +166,7 @@ class TopP:
     @property
     def label(self) -> str:
         """``"top-p 0.9"``, with the temperature if it is not 1."""
-        return f"top-p {self.p:g}{_at(self.temperature)}"
+        return f"top-p {_exact(self.p)}{_at(self.temperature)}"
 
     def sampler(self, seed: int, item: str) -> Decision:
         """The sampler of one text."""
@@ -184,8 +186,13 @@ def parse(text: str) -> Strategy:
     >>> parse("top-k"), parse("top-p 0.95 at 0.7"), parse("temperature 0.5").label
     (TopK(k=50, temperature=1.0), TopP(p=0.95, temperature=0.7), 'temperature 0.5')
     """
-    found = re.fullmatch(r"(greedy|temperature|top-k|top-p)(?:[ =:]([\d.]+))?(?: ?(?:at|@) ?([\d.]+))?", text.strip())
-    if found is None or (found[1] in ("greedy", "temperature") and found[3]) or (found[1] == "greedy" and found[2]):
+    found = _WORDS.fullmatch(text.strip())
+    if (
+        found is None
+        or (found[1] == "greedy" and (found[2] or found[3]))
+        or (found[1] == "temperature" and found[3])
+        or (found[1] == "top-k" and found[2] and not found[2].isdecimal())
+    ):
         raise InputError(
             f"There is no strategy {text!r}; write 'greedy', 'temperature 0.7', 'top-k 50' or 'top-p 0.9', the last "
             "two also with a temperature: 'top-p 0.9 at 0.7'."
@@ -231,7 +238,12 @@ def _temperature(value: float) -> list[TemperatureLogitsWarper]:
 
 
 def _at(temperature: float) -> str:
-    return "" if temperature == 1 else f" at {temperature:g}"
+    return "" if temperature == 1 else f" at {_exact(temperature)}"
+
+
+def _exact(value: float) -> str:
+    """The shortest text that reads back as the same number."""
+    return repr(float(value)).removesuffix(".0")
 
 
 def _check_temperature(value: float) -> None:

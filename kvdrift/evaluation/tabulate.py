@@ -39,7 +39,8 @@ def accuracy_differences(evaluation: Evaluation, replicate: int | None = None) -
 
 def _grid(answers: Sequence[Sequence[Answer]], read: Callable[[Answer], float]) -> Grid:
     """``[item, seed]``, NaN where there is nothing to read."""
-    return np.array([[read(answer) for answer in row] for row in answers], dtype=np.float64).reshape(len(answers), -1)
+    values = np.array([[read(answer) for answer in row] for row in answers], dtype=np.float64)
+    return values.reshape(len(answers), -1 if answers else 0)
 
 
 def _correct(answer: Answer) -> float:

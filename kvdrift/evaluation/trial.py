@@ -95,7 +95,7 @@ class ItemRunner:
             Trial(
                 strategy.label,
                 seed,
-                Answer(**self._answer(a, item)),
+                Answer(**self._answer(a, item, scored=True)),
                 self._compared(b, a, item),
                 tuple(self._compared(texts[number], a, item) for texts, _ in nulls),
             )
@@ -217,25 +217,28 @@ class ItemRunner:
 
     # --- records
 
-    def _answer(self, text: _Text, item: Item) -> dict:
-        whole = text.stop != "diverged"
-        scored = self.plan.task.score(text.text, item) if whole else None
+    def _answer(self, text: _Text, item: Item, scored: bool) -> dict:
+        found = self.plan.task.score(text.text, item) if scored else None
         return {
             "tokens": tuple(text.tokens),
             "text": text.text,
-            "answer": scored.answer if scored else None,
-            "correct": scored.correct if scored else None,
+            "answer": found.answer if found else None,
+            "correct": found.correct if found else None,
             "stop": text.stop,
         }
 
     def _compared(self, text: _Text, a: _Text, item: Item) -> Compared:
-        """A text held against path a's. Once they have parted, only the place where they did counts."""
+        """A text held against path a's. Once they have parted, only the place where they did counts.
+
+        Where texts stop at the divergence none is scored: those that are left did not diverge, and prove nothing.
+        """
         pairs = list(zip(a.tokens, text.tokens, strict=False))
         divergence = next((step for step, (x, y) in enumerate(pairs) if x != y), None)
         alike = len(pairs) if divergence is None else divergence + 1
         unequal = next((step for step in range(alike) if a.digests[step] != text.digests[step]), None)
         margins = None if divergence is None else (a.margins[divergence], text.margins[divergence])
-        return Compared(**self._answer(text, item), divergence=divergence, unequal=unequal, margins=margins)
+        answer = self._answer(text, item, scored=not self.plan.stop_at_divergence)
+        return Compared(**answer, divergence=divergence, unequal=unequal, margins=margins)
 
 
 def _digest(logits: Tensor) -> bytes:

@@ -72,24 +72,25 @@ def html(evaluation: Evaluation) -> str:
 
 def as_dict(evaluation: Evaluation) -> dict[str, Any]:
     """An evaluation as plain data: NaN (no value) as None."""
-    found: dict[str, Any] = json_safe(
-        {
-            "model": evaluation.a.model,
-            "dtype": evaluation.a.dtype,
-            "task": evaluation.task,
-            "a": asdict(evaluation.a),
-            "b": asdict(evaluation.b),
-            "items": len(evaluation.records),
-            "seeds": list(evaluation.seeds),
-            "max_new_tokens": evaluation.max_new_tokens,
-            "replicates": evaluation.replicates,
-            "conditions": [asdict(condition) for condition in evaluation.conditions],
-            "overall": asdict(evaluation.overall()) if evaluation.records else None,
-            "reading": reading(evaluation),
-            "notes": list(evaluation.notes),
-        }
+    return json_safe(
+        _without_nan(
+            {
+                "model": evaluation.a.model,
+                "dtype": evaluation.a.dtype,
+                "task": evaluation.task,
+                "a": asdict(evaluation.a),
+                "b": asdict(evaluation.b),
+                "items": len(evaluation.records),
+                "seeds": list(evaluation.seeds),
+                "max_new_tokens": evaluation.max_new_tokens,
+                "replicates": evaluation.replicates,
+                "conditions": [asdict(condition) for condition in evaluation.conditions],
+                "overall": asdict(evaluation.overall()) if evaluation.records else None,
+                "reading": reading(evaluation),
+                "notes": list(evaluation.notes),
+            }
+        )
     )
-    return _without_nan(found)
 
 
 def _without_nan(value: Any) -> Any:
@@ -102,7 +103,7 @@ def _without_nan(value: Any) -> Any:
 
 def cells(evaluation: Evaluation, condition: Condition) -> list[str]:
     """One row under `COLUMNS`."""
-    scored = condition.accuracy_a.n > 0
+    scored = _scored(condition)
     null = condition.null
     median = median_token(condition)
     return [
@@ -116,6 +117,11 @@ def cells(evaluation: Evaluation, condition: Condition) -> list[str]:
         "–" if null is None else "refused" if null.refused else _range(null.divergence),
         "–" if median is None else str(median),
     ]
+
+
+def _scored(condition: Condition) -> bool:
+    """Whether both paths have answers."""
+    return condition.accuracy_a.n > 0 and condition.accuracy_b.n > 0
 
 
 def median_token(condition: Condition) -> int | None:
@@ -133,7 +139,7 @@ def reading(evaluation: Evaluation) -> list[str]:
         return ["no item has run"]
     return [
         *(_rate(evaluation, condition) for condition in evaluation.conditions),
-        *(_direction(evaluation, condition) for condition in evaluation.conditions if condition.accuracy_a.n),
+        *(_direction(evaluation, condition) for condition in evaluation.conditions if _scored(condition)),
         *_overall(evaluation),
         *_gold(evaluation),
         *_null(evaluation),
@@ -192,7 +198,7 @@ def _direction(evaluation: Evaluation, condition: Condition) -> str:
 
 
 def _overall(evaluation: Evaluation) -> list[str]:
-    if len(evaluation.conditions) < 2 or not any(condition.accuracy_a.n for condition in evaluation.conditions):
+    if len(evaluation.conditions) < 2 or not any(map(_scored, evaluation.conditions)):
         return []
     found = evaluation.overall()
     said = (

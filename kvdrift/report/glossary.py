@@ -120,3 +120,42 @@ ARCHITECTURE = (
         "order of summation; that is not by itself a bug.",
     ),
 )
+EVALUATION = (
+    (
+        "path",
+        "One way to run the model over tokens. Path a is under test, path b is the reference; each reads its own text.",
+    ),
+    (
+        "strategy",
+        "How the next token is chosen: the most likely one (greedy), or drawn. What is drawn depends on the seed, the "
+        "item and the step alone, so that both paths draw the same.",
+    ),
+    ("divergence", "The first token at which the two texts differ; from there on each path goes its own way."),
+    (
+        "cumulative incidence",
+        "The share of all texts that have parted by so many tokens. A text that ended before it parted stays in the "
+        "count: its end is a competing event, not a missing value.",
+    ),
+    ("answer flip", "An item that only one of the two paths answers rightly."),
+    (
+        "McNemar's test",
+        "Of the answers that flip, does one path win more than half? Exact; with several seeds per item the signs of "
+        "the items' differences are flipped instead. It asks for a direction, not for how often texts part.",
+    ),
+    ("Holm", "A correction for testing several conditions at once; p after Holm is what counts."),
+    (
+        "cannot tell",
+        "So few answers flip (under six of one seed) that the test could not reach 5 % even if all went one way.",
+    ),
+    (
+        "null",
+        "Path a against its re-rolls: the same path with every sum added in another order, no path b in it. What the "
+        "null does as often as path b does says nothing about path b.",
+    ),
+    (
+        "stands out",
+        "At most 5 % of the null, path b counted in, is as extreme as path b. With fewer than 19 re-rolls that "
+        "cannot be.",
+    ),
+    ("gold log-probability", "How likely a path finds the right answer's text after the prompt, in nats."),
+)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvdrift.drift.result import Drift
+from kvdrift.evaluation.result import Evaluation
 from kvdrift.experiments.paper_architecture import PaperArchitecture
 from kvdrift.experiments.paper_patching import PaperPatching
 from kvdrift.ladder.result import Ladder
@@ -16,6 +17,7 @@ from kvdrift.patching.factorial_result import Factorial
 from kvdrift.patching.result import PatchResult, Sweep
 from kvdrift.report import (
     drift_section,
+    evaluation_section,
     factorial_section,
     glossary,
     ladder_section,
@@ -82,6 +84,10 @@ KINDS = (
     Kind(
         PaperArchitecture, "the architecture experiment", lambda result: result.original.a,
         paper_architecture_section.section, glossary.ARCHITECTURE, None, PaperArchitecture.load,
+    ),
+    Kind(
+        Evaluation, "answers and texts", lambda evaluation: evaluation.a, evaluation_section.section,
+        glossary.EVALUATION, "evaluation", Evaluation.load,
     ),
 )  # fmt: skip
 

@@ -27,9 +27,9 @@ def write_report(path: str | Path, *results: Any, title: str | None = None, comm
     path
         The file to write, atomically.
     results
-        Any mix of what `kvdrift.compare`, `kvdrift.patch`, `kvdrift.sweep`, `kvdrift.factorial`, `kvdrift.falsify` and
-        `kvdrift.experiments.paper_patching` return. A figure that the data do not support is replaced by the sentence
-        that says why.
+        Any mix of what `kvdrift.compare`, `kvdrift.patch`, `kvdrift.sweep`, `kvdrift.factorial`, `kvdrift.falsify`,
+        `kvdrift.evaluate` and the experiments of the paper return. A figure that the data do not support is replaced
+        by the sentence that says why.
     title
         Title of the document; by default made from the models and dtypes.
     command
@@ -104,7 +104,7 @@ def _known(result: Any) -> Kind:
     if kind is None:
         raise InputError(
             f"write_report was given a {type(result).__name__}; it takes what kvdrift.compare, patch, sweep, "
-            "factorial, falsify and experiments.paper_patching return."
+            "factorial, falsify, evaluate and the experiments of the paper return."
         )
     return kind
 

@@ -1,5 +1,8 @@
 """Figures: each takes result objects and returns a `plotly.graph_objects.Figure`; none shows it."""
 
+from kvdrift.views.accuracy import accuracy
+from kvdrift.views.agreement import agreement
+from kvdrift.views.answers import answers
 from kvdrift.views.architectures import architectures
 from kvdrift.views.factorial import factorial
 from kvdrift.views.families import families
@@ -15,6 +18,9 @@ from kvdrift.views.tokens import tokens
 from kvdrift.views.trajectories import trajectories
 
 __all__ = [
+    "accuracy",
+    "agreement",
+    "answers",
     "architectures",
     "factorial",
     "families",

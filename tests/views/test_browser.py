@@ -262,3 +262,29 @@ def test_hover_over_a_recovery_cell(browser, made):
     text = hover_text(browser, 0, 5)
     assert "resid_post at layer 5 (persistent)" in text
     assert "proves nothing" in text
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("name", ["accuracy", "agreement", "answers"])
+def test_view_of_an_evaluation_is_drawn(browser, made_evaluation, name, dark):
+    for options in ({}, {"answers": False, "gold": False}, {"parting": 0.0, "replicates": 0}):
+        fig = getattr(views, name)(made_evaluation.evaluation(n_items=6, **options), dark=dark)
+        draw(browser, fig)
+        assert errors(browser) == []
+        assert browser.execute_script("return document.getElementById('gd').data.length") == len(fig.data)
+
+
+def test_the_dropdown_of_answers_changes_texts_and_title(browser, made_evaluation):
+    fig = views.answers(made_evaluation.evaluation(n_items=6, flipping=0.5))
+    draw(browser, fig)
+    second = fig.layout.updatemenus[0].buttons[1]
+    press(browser, "text", second.label)
+    visible = "return document.getElementById('gd').data.map((t, i) => t.visible ? i : -1).filter(i => i >= 0)"
+    assert browser.execute_script(visible) == [2, 3]
+    title = browser.execute_script("return document.querySelector('#gd .gtitle').textContent")
+    assert ", ".join(second.label.split(" · ")[:2]) in title
+    drawn = browser.execute_script("return document.querySelectorAll('#gd .bars .point').length")
+    assert drawn == len(fig.data[2].x)
+    text = hover_text(browser, fig.data[2].base[0] + 1, fig.data[2].y[0])
+    assert "token 1" in text
+    assert errors(browser) == []

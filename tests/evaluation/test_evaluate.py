@@ -1,0 +1,345 @@
+"""The verb: the same records however a run came to its end, a store that mixes nothing, one sentence for bad input."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+
+import kvdrift as kd
+from kvdrift.errors import FileError, InputError, NonFiniteError
+from kvdrift.evaluation.evaluate import evaluate
+from kvdrift.evaluation.task import Item, Scored
+
+pytestmark = pytest.mark.usefixtures("quick_statistics")
+STRATEGIES = ("greedy", "top-k 20")
+
+
+class Sums:
+    """Five questions; scores a text by its first word, and may be interrupted at one of them."""
+
+    name = "sums"
+    stop = ()
+
+    def __init__(self, interrupt_at=None, error=KeyboardInterrupt, version=1):
+        self.interrupt_at, self.error, self.version = interrupt_at, error, version
+
+    def items(self):
+        return [Item(f"q{i}", f"w{i + 4:03} w002 w003 w004 w005", f"w{i:03}", f" w{i + 50:03}") for i in range(5)]
+
+    def score(self, text, item):
+        if item.id == self.interrupt_at:
+            raise self.error("stop here")
+        return Scored(text.split()[0], ord(text[3]) % 2 == 0)
+
+    def settings(self):
+        return {"version": self.version}
+
+
+def run(model, task=None, **changes):
+    usual = {"strategies": STRATEGIES, "max_new_tokens": 6, "null": 1, "limit": 4, "progress": False}
+    return evaluate(model, Sums() if task is None else task, **{**usual, **changes})
+
+
+@pytest.fixture(scope="module")
+def whole(half):
+    return run(half)
+
+
+def kept(folder):
+    return [json.loads(line)["key"] for line in (folder / "records.jsonl").read_text().splitlines()]
+
+
+# --- however it came to its end
+
+
+def test_one_record_per_item_in_order(whole):
+    assert [record.item for record in whole.records] == ["q0", "q1", "q2", "q3"]
+    assert all([t.strategy for t in record.trials] == list(STRATEGIES) for record in whole.records)
+    assert all(len(trial.null) == 1 for record in whole.records for trial in record.trials)
+    assert len({record.trials[1].a.tokens for record in whole.records}) == 4
+    assert {token for record in whole.records for token in record.trials[1].a.tokens} <= set(whole.token_texts)
+
+
+def test_interrupted_and_resumed_is_the_same(half, whole, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        run(half, Sums("q2"), store=tmp_path)
+    assert kept(tmp_path) == ["q0", "q1"]
+    resumed = run(half, store=tmp_path)
+    assert kept(tmp_path) == ["q0", "q1", "q2", "q3"]
+    assert resumed.records == whole.records
+    assert resumed == whole
+
+
+def test_an_error_leaves_what_is_finished(half, whole, tmp_path):
+    with pytest.raises(ZeroDivisionError):
+        run(half, Sums("q1", ZeroDivisionError), store=tmp_path)
+    assert kept(tmp_path) == ["q0"]
+    assert run(half, store=tmp_path).records == whole.records
+
+
+def test_two_items_then_four_then_two(half, whole, tmp_path):
+    assert run(half, limit=2, store=tmp_path).records == whole.records[:2]
+    assert run(half, limit=4, store=tmp_path).records == whole.records
+    assert run(half, limit=2, store=tmp_path).records == whole.records[:2]
+    assert kept(tmp_path) == ["q0", "q1", "q2", "q3"]
+
+
+def test_what_is_finished_is_not_run_again(half, whole, tmp_path):
+    run(half, store=tmp_path)
+    again = run(half, Sums("q2", AssertionError), store=tmp_path)
+    assert again.records == whole.records
+
+
+def test_more_items_than_there_are_is_all_of_them(half, whole):
+    found = run(half, limit=99, strategies="greedy", null=0)
+    assert len(found.records) == 5
+    assert [record.trials[0].a for record in found.records[:4]] == [record.trials[0].a for record in whole.records]
+
+
+def test_an_item_does_not_depend_on_what_else_is_run(half, whole):
+    """Neither other items nor other strategies, seeds or re-rolls change a record's part."""
+    alone = run(half, strategies="top-k 20", seeds=(5, 0), null=0, limit=3)
+    for record, other in zip(alone.records, whole.records, strict=False):
+        assert record.gold.a == other.gold.a
+        assert (record.trials[1].a, record.trials[1].b) == (other.trials[1].a, other.trials[1].b)
+
+
+def test_the_model_is_left_as_it_was(word_model, hooks):
+    model = word_model(torch.bfloat16)
+    before = model.fingerprint
+    threads = torch.get_num_threads()
+    run(model, limit=1)
+    assert (model.fingerprint, torch.get_num_threads()) == (before, threads)
+    assert not hooks(model.hf)
+
+
+# --- a store mixes nothing
+
+
+OTHERS = {
+    "strategy": ({"strategies": "greedy"}, "strategies: 2 entries there, 1 here"),
+    "seed": ({"seeds": (1,)}, "seeds.0: 0 there, 1 here"),
+    "seed of the re-rolls": ({"seed": 3}, "null.0: 0 there, 3 here"),
+    "re-rolls": ({"null": 0}, "null: 1 entries there, 0 here"),
+    "tokens": ({"max_new_tokens": 7}, "max_new_tokens: 6 there, 7 here"),
+    "gold": ({"gold": False}, "gold: true there, false here"),
+    "stop": ({"stop_at_divergence": True}, "stop_at_divergence: false there, true here"),
+    "task": ({"task": Sums(version=2)}, "task.version: 1 there, 2 here"),
+    "path": ({"b": kd.CacheOff(attn="eager")}, "b.attn: sdpa there, eager here"),
+    "threads": ({"threads": 2}, "threads: 1 there, 2 here"),
+}
+
+
+@pytest.fixture(scope="module")
+def store(half, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("store")
+    run(half, limit=1, store=folder)
+    return folder
+
+
+@pytest.mark.parametrize(("changes", "words"), OTHERS.values(), ids=OTHERS)
+def test_a_store_of_other_settings_is_refused_by_name(changes, words, half, store):
+    before = (store / "records.jsonl").read_bytes()
+    with pytest.raises(FileError, match=re.escape(words)):
+        run(half, **{"limit": 1, "store": store, **changes})
+    assert (store / "records.jsonl").read_bytes() == before
+
+
+def test_a_store_of_another_model_is_refused(word_model, single, store):
+    weights = word_model(torch.bfloat16)
+    with torch.no_grad():
+        weights.hf.model.norm.weight[5] += 1
+    with pytest.raises(FileError, match=r"model\.weights\.0: [0-9a-f]+ there, [0-9a-f]+ here"):
+        run(weights, limit=1, store=store)
+    with pytest.raises(FileError, match=r"a\.dtype: bfloat16 there, float32 here"):
+        run(single, limit=1, store=store)
+
+
+def test_other_software_is_refused(half, store, monkeypatch):
+    real = kd.provenance.collect
+
+    def other(*models):
+        found = real(*models)
+        return found | {"software": found["software"] | {"torch": "1.0"}}
+
+    monkeypatch.setattr(kd.provenance, "collect", other)
+    with pytest.raises(FileError, match=r"software\.torch: .* there, 1\.0 here"):
+        run(half, limit=1, store=store)
+
+
+# --- tasks in few words
+
+
+def test_prompts_are_a_task(half, tmp_path):
+    ids = [4, 2, 3]
+    file = tmp_path / "mine.jsonl"
+    file.write_text('{"prompt": "w004 w002 w003"}\n{"prompt": [4, 2, 3]}\n')
+    usual = {"max_new_tokens": 2, "progress": False}
+    ways = [
+        ["w004 w002 w003"], [ids], ids, [torch.tensor([ids])], [np.array(ids)], [{"prompt": ids}], (ids,), file,
+    ]  # fmt: skip
+    found = [evaluate(half, way, **usual) for way in ways]
+    assert {one.records[0].trials[0].a.tokens for one in found} == {found[0].records[0].trials[0].a.tokens}
+    assert {one.records[0].prompt_hash for one in found} == {kd.provenance.prompt_hash(ids)}
+    assert (found[-1].task, len(found[-1].records)) == ("mine", 2)
+    assert found[0].conditions[0].accuracy_a.n == 0
+
+
+def test_answers_are_scored(half):
+    usual = {"null": 0, "max_new_tokens": 1, "strategies": "greedy", "limit": None}
+    first = run(half, ["w004 w002"], **usual).records[0].trials[0].a.text
+    rows = [{"prompt": "w004 w002", "answer": first}, {"prompt": "w004 w002", "answer": "w000"}]
+    found = run(half, rows, **usual)
+    assert [record.trials[0].a.correct for record in found.records] == [True, False]
+    assert (found.conditions[0].accuracy_a.events, found.conditions[0].accuracy_a.n) == (1, 2)
+
+
+# --- the null
+
+
+def test_re_rolls_that_change_no_bit_are_refused(tiny_model):
+    """A model with weights of one value each: every order of summation gives the same sums."""
+    model = kd.load(kd.models.tiny("gpt2", num_hidden_layers=1), quiet=True)
+    with torch.no_grad():
+        for parameter in model.hf.parameters():
+            parameter.zero_()
+    found = evaluate(model, [[1, 2, 3]], null=2, max_new_tokens=3, progress=False)
+    null = found.conditions[0].null
+    assert "changed no bit" in null.refused
+    assert np.isnan([null.p_divergence, null.p_difference, null.p_gold]).all()
+    assert any("the null is refused" in sentence for sentence in found.reading())
+    assert any("without a null nothing says" in sentence for sentence in found.reading())
+    assert "refused" in found.summary()
+
+
+def test_re_rolls_that_change_bits_are_not_refused(whole):
+    assert [condition.null.refused for condition in whole.conditions] == [None, None]
+
+
+# --- divergence alone
+
+
+def test_stopping_at_the_divergence_keeps_the_divergence_numbers_and_gives_no_accuracy(half, single):
+    usual = {"b": kd.CacheOff(model=single), "max_new_tokens": 12, "null": 0}
+    full, short = (run(half, stop_at_divergence=stop, **usual) for stop in (False, True))
+    assert sum(condition.divergence.events for condition in full.conditions) > 0
+    for one, other in zip(full.conditions, short.conditions, strict=True):
+        assert (other.divergence, other.incidence) == (one.divergence, one.incidence)
+        assert one.accuracy_b.n == 4
+        assert other.accuracy_b.n == 0
+        assert np.isnan([other.difference.value, other.p, other.p_holm]).all()
+        assert (other.only_a, other.only_b, other.enough, other.detectable) == (0, 0, False, None)
+    assert not any("right" in sentence for sentence in short.reading())
+    assert any("right" in sentence for sentence in full.reading())
+    tokens = [sum(len(t.b.tokens) for r in each.records for t in r.trials) for each in (full, short)]
+    assert tokens[1] < tokens[0]
+    json.dumps(short.to_dict(), allow_nan=False)
+
+
+def test_a_model_that_never_stops_is_cut_off_and_counted(half):
+    found = run(half, null=0, strategies="greedy", limit=2)
+    assert [record.trials[0].a.stop for record in found.records] == ["length", "length"]
+    assert (found.conditions[0].truncated_a, found.conditions[0].truncated_b) == (2, 2)
+    assert all(len(record.trials[0].a.tokens) == 6 for record in found.records)
+
+
+# --- one sentence
+
+
+class NoItems(Sums):
+    """Nothing to ask."""
+
+    def items(self):
+        return []
+
+
+class Twice(Sums):
+    """One id twice."""
+
+    def items(self):
+        return [Item("q", "w001"), Item("q", "w002")]
+
+
+class TooLong(Sums):
+    """The second prompt fills the context of 256."""
+
+    def items(self):
+        return [Item("short", "w001"), Item("long", "w001 " * 251)]
+
+
+BAD = {
+    "no such task": ("gsm9k", {}, InputError, "There is no task 'gsm9k'"),
+    "a prompt for a task": ("How many?", {}, InputError, "give 'gsm8k', a file of JSON lines, prompts or a task"),
+    "no task at all": (7, {}, InputError, "int is no task: it lacks name"),
+    "no items": (NoItems(), {}, InputError, "sums has no items"),
+    "an empty list": ([], {}, InputError, "empty"),
+    "an id twice": (Twice(), {}, InputError, "several items with the id 'q'"),
+    "an empty prompt": (["w001", " "], {}, InputError, "item 1: 'prompt' must be a text that is not empty"),
+    "empty ids": ([[1], []], {}, InputError, "Item '1' of prompts: The prompt is empty"),
+    "ids outside": ([[1], [384]], {}, InputError, "Item '1' of prompts: Token id 384"),
+    "ids outside in rows": ([{"prompt": [384]}], {}, InputError, "Item '0' of prompts: Token id 384"),
+    "no ids": ([[1.5]], {}, InputError, "Item '0' of prompts: Token ids are integers"),
+    "too long": (TooLong(), {"limit": None}, InputError, "Item 'long' of sums: 251 prompt tokens and 6 new ones"),
+    "a missing file": ("nowhere.jsonl", {}, FileError, "Cannot read nowhere.jsonl"),
+    "a strategy in words": (None, {"strategies": "nucleus"}, InputError, "There is no strategy 'nucleus'"),
+    "a strategy's class": (None, {"strategies": [kd.Greedy]}, InputError, "is no strategy; give objects"),
+    "a strategy twice": (None, {"strategies": ["greedy", kd.Greedy()]}, InputError, "each once, not greedy, greedy"),
+    "no strategy": (None, {"strategies": []}, InputError, "give at least one"),
+    "an engine": (None, {"engine": "slurm"}, InputError, "engine='slurm': choose 'local' or 'ray'"),
+    "workers here": (None, {"workers": 2}, InputError, "workers= and address= are for engine='ray'"),
+    "limit": (None, {"limit": 0}, InputError, "limit=0: give a whole number of at least 1"),
+    "tokens": (None, {"max_new_tokens": 0}, InputError, "max_new_tokens=0"),
+    "null": (None, {"null": -1}, InputError, "null=-1: give a whole number of at least 0"),
+    "seeds twice": (None, {"seeds": (0, 0)}, InputError, r"seeds=\(0, 0\): give whole numbers, each once"),
+    "no seeds": (None, {"seeds": ()}, InputError, r"seeds=\(\)"),
+    "half a seed": (None, {"seeds": (0.5,)}, InputError, "seeds="),
+    "a path's class": (None, {"a": kd.CacheOn}, InputError, "a=CacheOn is no path"),
+}
+
+
+@pytest.mark.parametrize(("task", "changes", "error", "words"), BAD.values(), ids=BAD)
+def test_bad_input_is_one_sentence_and_leaves_no_store(task, changes, error, words, half, tmp_path):
+    folder = tmp_path / "store"
+    with pytest.raises(error, match=words) as caught:
+        run(half, task, store=folder, **changes)
+    assert "\n" not in str(caught.value)
+    assert not folder.exists()
+
+
+def test_a_line_that_is_no_json_is_named(half, tmp_path):
+    file = tmp_path / "bad.jsonl"
+    file.write_text('{"prompt": "w001"}\n\n{"prompt": \n')
+    with pytest.raises(FileError, match=r"bad\.jsonl, line 3: not JSON"):
+        run(half, str(file))
+
+
+def test_text_without_a_tokenizer(tiny_model):
+    with pytest.raises(InputError, match="Item 'q0' of sums: tiny-llama has no tokenizer"):
+        run(tiny_model("llama", torch.bfloat16))
+
+
+def test_logits_that_are_not_finite_leave_what_is_finished(word_model, tmp_path):
+    """Overflow in one item alone: its first token's embedding."""
+    model = word_model(torch.bfloat16)
+    with torch.no_grad():
+        model.hf.model.embed_tokens.weight[6] = float("nan")  # the first word of q2
+    with pytest.raises(NonFiniteError):
+        run(model, store=tmp_path, null=0, strategies="greedy")
+    assert kept(tmp_path) == ["q0", "q1"]
+
+
+# --- what a person sees
+
+
+def test_the_cost_is_said_beforehand_and_nothing_else_is_printed(half, tmp_path, capfd):
+    run(half, limit=2, store=tmp_path, progress=True)
+    out, err = capfd.readouterr()
+    assert out == ""
+    # 2 items × 3 paths × (2 strategies × 6 tokens + 1 gold token)
+    assert "2 items, at most 78 tokens on all paths, at most about" in err
+    run(half, limit=2, store=tmp_path, progress=True)
+    assert "items, at most" not in capfd.readouterr().err
+    run(half, limit=1)
+    assert capfd.readouterr() == ("", "")

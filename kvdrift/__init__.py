@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvdrift import experiments, models, views
+    from kvdrift import experiments, models, nnsight, views
     from kvdrift.controls import counterfactual
     from kvdrift.controls.attention_backend import SdpaBackend
     from kvdrift.controls.attention_float32 import AttentionFloat32
@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from kvdrift.controls.wide_sums import WideSums
     from kvdrift.drift.compare import compare
     from kvdrift.drift.result import Drift
+    from kvdrift.evaluation.evaluate import evaluate
+    from kvdrift.evaluation.gsm8k import GSM8K
+    from kvdrift.evaluation.jsonl import JsonlTask
+    from kvdrift.evaluation.result import Evaluation
+    from kvdrift.evaluation.strategies import Greedy, Temperature, TopK, TopP
     from kvdrift.ladder.falsify import falsify
     from kvdrift.ladder.result import Ladder
     from kvdrift.models.load import load
@@ -42,9 +47,13 @@ _HOMES = {
     "CacheOff": "paths.cache_off",
     "CacheOn": "paths.cache_on",
     "Drift": "drift.result",
+    "Evaluation": "evaluation.result",
     "Factorial": "patching.factorial_result",
     "FixedShape": "controls.fixed_shape",
+    "GSM8K": "evaluation.gsm8k",
+    "Greedy": "evaluation.strategies",
     "HeadFloat32": "controls.head_float32",
+    "JsonlTask": "evaluation.jsonl",
     "Ladder": "ladder.result",
     "LayerCast": "controls.layer_cast",
     "MatmulFloat32": "controls.matmul_float32",
@@ -54,6 +63,9 @@ _HOMES = {
     "Schedule": "patching.schedule",
     "SdpaBackend": "controls.attention_backend",
     "Sweep": "patching.result",
+    "Temperature": "evaluation.strategies",
+    "TopK": "evaluation.strategies",
+    "TopP": "evaluation.strategies",
     "Trace": "tracing.trace",
     "TrueFloat32": "controls.true_float32",
     "TrueFloat64": "controls.true_float64",
@@ -62,12 +74,14 @@ _HOMES = {
     "compare": "drift.compare",
     "counterfactual": "controls.counterfactual",
     "diagnose": "diagnosis.diagnose",
+    "evaluate": "evaluation.evaluate",
     "experiments": "experiments",
     "factorial": "patching.factorial",
     "falsify": "ladder.falsify",
     "fixed_shape": "controls.fixed_shape",
     "load": "models.load",
     "models": "models",
+    "nnsight": "nnsight",
     "patch": "patching.patch",
     "patched": "patching.patched",
     "record": "paths.record",
@@ -76,15 +90,19 @@ _HOMES = {
     "views": "views",
     "write_report": "report.write",
 }
-_MODULES = ("counterfactual", "experiments", "models", "views")
+_MODULES = ("counterfactual", "experiments", "models", "nnsight", "views")
 __all__ = [
+    "GSM8K",
     "AttentionFloat32",
     "CacheOff",
     "CacheOn",
     "Drift",
+    "Evaluation",
     "Factorial",
     "FixedShape",
+    "Greedy",
     "HeadFloat32",
+    "JsonlTask",
     "Ladder",
     "LayerCast",
     "MatmulFloat32",
@@ -94,6 +112,9 @@ __all__ = [
     "Schedule",
     "SdpaBackend",
     "Sweep",
+    "Temperature",
+    "TopK",
+    "TopP",
     "Trace",
     "TrueFloat32",
     "TrueFloat64",
@@ -102,12 +123,14 @@ __all__ = [
     "compare",
     "counterfactual",
     "diagnose",
+    "evaluate",
     "experiments",
     "factorial",
     "falsify",
     "fixed_shape",
     "load",
     "models",
+    "nnsight",
     "patch",
     "patched",
     "record",

@@ -203,6 +203,7 @@ def _model(model: Any) -> dict[str, Any]:
         "class": type(module).__name__,
         "parameters": sum(p.numel() for p in parameters.values()),
         "weight_dtypes": sorted({_short(p.dtype) for p in parameters.values()}),
+        "driver": model.backend.driver,
         "attention": str(model.attn),
         "experts": getattr(config, "_experts_implementation", None) if model.architecture.n_experts else None,
         "devices": sorted({str(p.device) for p in parameters.values()}),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 
 from kvdrift.errors import ModelError
@@ -77,6 +77,18 @@ class HFBackend:
         Tensor
             Logits of the last position, ``[vocab]``, in the model's own dtype.
         """
+        output = self.call(self.arguments(ids, start, cache, left_padding))
+        if not hasattr(output, "logits"):
+            raise ModelError(
+                f"{type(self.module).__name__} returns no logits: it has no language-model head; give the causal LM "
+                "that it is the body of."
+            )
+        return output.logits[0, -1]
+
+    def arguments(
+        self, ids: Int[Tensor, "1 new"], start: int, cache: Cache | None = None, left_padding: int = 0
+    ) -> dict[str, Any]:
+        """The keyword arguments of one forward pass; see `forward`."""
         arguments: dict[str, Any] = {"input_ids": ids, "use_cache": cache is not None}
         if cache is not None:
             arguments[self.cache_argument] = cache
@@ -87,13 +99,48 @@ class HFBackend:
             arguments["attention_mask"] = (torch.arange(-left_padding, end, device=ids.device) >= 0).long().unsqueeze(0)
         if self.takes_logits_to_keep:
             arguments["logits_to_keep"] = 1
-        output = self.module(**arguments)
-        if not hasattr(output, "logits"):
-            raise ModelError(
-                f"{type(self.module).__name__} returns no logits: it has no language-model head; give the causal LM "
-                "that it is the body of."
-            )
-        return output.logits[0, -1]
+        return arguments
+
+    def call(self, arguments: dict[str, Any]) -> Any:
+        """Run the model once, and return what it returns."""
+        return self.module(**arguments)
+
+    @property
+    def driver(self) -> str:
+        """What runs the model."""
+        return "transformers"
+
+    @property
+    def attn(self) -> str:
+        """The attention implementation in use."""
+        return str(self.module.config._attn_implementation)
+
+    @contextmanager
+    def unwrapped(self) -> Iterator[Callable[[nn.Module], nn.Module]]:
+        """The model's tree as transformers built it; yields what stands in for each of its modules: itself."""
+        yield lambda module: module
+
+    def around(self, module: Any) -> HFBackend:
+        """The backend of a copy of the model."""
+        return HFBackend(module)
+
+    def around_plain(self, module: Any) -> HFBackend:
+        """The backend of another model of the same class, fresh from transformers."""
+        return self.around(module)
+
+    def as_it_is(self) -> HFBackend:
+        """The backend that runs the model with nothing of kvdrift's: this one."""
+        return self
+
+    def hook_points(
+        self, blocks: tuple[nn.Module, ...], final_norm: nn.Module | None
+    ) -> dict[tuple[str, int], nn.Module]:
+        """Modules that the model itself offers for reading a site in a layer: none."""
+        return {}
+
+    def notes(self) -> tuple[str, ...]:
+        """Sentences on what this backend computes otherwise than the model that it wraps: none."""
+        return ()
 
     @contextmanager
     def attention(self, name: str | None) -> Iterator[None]:

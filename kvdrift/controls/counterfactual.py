@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvdrift.backends.transformer_lens import is_bridged
 from kvdrift.controls.precision import cast_copy
 from kvdrift.controls.same_function import DECODED, check_same_function
 from kvdrift.errors import ModelError
@@ -54,7 +55,7 @@ def expand_kv_heads(model: Any) -> Model:
     >>> kd.counterfactual.expand_kv_heads(kd.models.tiny("llama")).architecture.grouping
     'MHA'
     """
-    source = load(model, quiet=True)
+    source = _source(model)
     if source.architecture.n_heads == 0:
         raise ModelError(f"{source.name} has no attention heads, so there is nothing to expand.")
     hf = cast_copy(source.hf, source.dtype)
@@ -114,7 +115,7 @@ def widen_window(model: Any) -> Model:
     >>> copy.architecture.layers[0].window, copy.architecture.max_positions
     (256, 8)
     """
-    source = load(model, quiet=True)
+    source = _source(model)
     limited = [layer for layer in source.architecture.layers if layer.window is not None]
     if not limited:
         raise ModelError(f"No layer of {source.name} has a window, so there is nothing to widen.")
@@ -140,6 +141,16 @@ def widen_window(model: Any) -> Model:
     if any(layer.window not in (None, wide) for layer in describe(hf).layers):
         raise ModelError(f"The windows of {source.name} are set layer by layer in a way that kvdrift cannot rewrite.")
     return _checked(source, hf, f"windows of {wide}", min(window, 4 * SHORT))
+
+
+def _source(model: Any) -> Model:
+    source = load(model, quiet=True)
+    if is_bridged(source.hf):
+        raise ModelError(
+            f"{source.name} is a TransformerLens bridge, whose parts cannot be rewritten; give the Hugging Face model "
+            "itself, loaded a second time."
+        )
+    return source
 
 
 def _checked(source: Model, hf: Any, what: str, n_tokens: int) -> Model:

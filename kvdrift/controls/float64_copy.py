@@ -39,4 +39,4 @@ def float64_copy(model: Model) -> Model:
     hf = cast_copy(model.hf, torch.float64)
     if getattr(hf.config, "_experts_implementation", None) not in (None, "eager"):
         hf.set_experts_implementation("eager")  # grouped products have no float64 kernel
-    return Model(hf, None, model.name)
+    return model.around(hf)

@@ -53,7 +53,7 @@ def decide(evidence: Evidence, model: Model, a: Path, b: Path) -> Verdict:
 def _kind(evidence: Evidence, faults: Sequence[Finding]) -> VerdictKind:
     if evidence.nonfinite is not None:
         return "nonfinite"
-    if any(finding.check in ("stale", "visibility") for finding in faults):
+    if any(finding.check in ("stale", "unfilled", "visibility") for finding in faults):
         return "bug"
     if evidence.repeats:
         return "nondeterministic"
@@ -74,13 +74,14 @@ def _kind(evidence: Evidence, faults: Sequence[Finding]) -> VerdictKind:
 def _where(findings: Sequence[Finding]) -> Where | None:
     """The place that the most precise check names: the arm's first difference, else the first conviction's."""
     placed = [finding for finding in findings if finding.where is not None]
+    unfilled = [finding for finding in placed if finding.check == "unfilled"]
     arm = [finding for finding in placed if finding.check in ("arm", "past")]
-    return (arm or placed)[0].where if placed else None
+    return (unfilled or arm or placed)[0].where if placed else None
 
 
 def _wrong(findings: Sequence[Finding], evidence: Evidence, a: Path, b: Path) -> Literal["a", "b"] | None:
     """Which path is wrong: the one whose call was convicted, or the one that a third computation leaves alone."""
-    seen = {f.path for f in findings if f.check in ("stale", "visibility", "witness", "past")}
+    seen = {f.path for f in findings if f.check in ("stale", "unfilled", "visibility", "witness", "past")}
     if seen and a.label != b.label:
         if seen == {a.label}:
             return "a"
@@ -176,6 +177,11 @@ def _suggestion(kind: VerdictKind, where: Where | None, wrong: str | None, told:
     checks = {finding.check for finding in told}
     if "stale" in checks:
         return "Make a new cache for every prompt."
+    if "unfilled" in checks and where is not None:
+        return (
+            f"Look at how the layers hand the cache to {where.module.removesuffix(' (cache update)')}: under another "
+            "argument name than the attention looks for, it is never updated."
+        )
     if "generate" in checks and len(checks) == 1:
         return "Look at prepare_inputs_for_generation: the position ids and the mask that it makes."
     if checks == {"operator"}:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -79,9 +80,9 @@ def diagnose(
     >>> verdict.kind
     'rounding'
     """
-    model = load(model, quiet=not progress)
-    a = CacheOn() if a is None else check_path(a, "a")
-    b = CacheOff() if b is None else check_path(b, "b")
+    model = load(model, repair=False, quiet=not progress).as_it_is()
+    a = CacheOn() if a is None else _as_it_is(check_path(a, "a"))
+    b = CacheOff() if b is None else _as_it_is(check_path(b, "b"))
     if prompts is None:
         cases = default_cases(model, a, seed)
     else:
@@ -98,3 +99,11 @@ def diagnose(
             said = " ".join(str(error).split())
             raise ModelError(f"{model.name} fails while it runs ({type(error).__name__}: {said})") from error
     return decide(evidence, model, a, b)
+
+
+def _as_it_is(path: Path) -> Path:
+    """The path with its own model, if it has one, run without a repair."""
+    model = path.model
+    if model is None or model.as_it_is() is model or not isinstance(path, (CacheOn, CacheOff)):
+        return path
+    return replace(path, model=model.as_it_is())

@@ -10,7 +10,7 @@ from kvdrift.diagnosis.float64 import Float64
 from kvdrift.diagnosis.locate import Where
 from kvdrift.diagnosis.lockstep import Moment
 
-Check = Literal["stale", "visibility", "past", "arm", "witness", "operator", "generate"]
+Check = Literal["stale", "unfilled", "visibility", "past", "arm", "witness", "operator", "generate"]
 
 
 @dataclass(frozen=True)

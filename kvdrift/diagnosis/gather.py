@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import DynamicLayer
 
+from kvdrift.backends.transformer_lens import plain_name
 from kvdrift.bits import same_bits
 from kvdrift.controls.fixed_shape import FixedShape, not_covered
 from kvdrift.controls.self_test import self_test
@@ -17,13 +19,14 @@ from kvdrift.diagnosis.cases import Case, default_cases, fits, rope_switch, too_
 from kvdrift.diagnosis.design import declared_loss, excuse
 from kvdrift.diagnosis.evidence import Evidence, Finding
 from kvdrift.diagnosis.generated import differs_from_forward
-from kvdrift.diagnosis.locate import Where, changed_past, first_difference, place
+from kvdrift.diagnosis.locate import Where, cache_update, changed_past, first_difference, place
 from kvdrift.diagnosis.lockstep import Moment, lockstep
 from kvdrift.diagnosis.observe import Snapshot, by_uncached_pass
 from kvdrift.diagnosis.operator_witness import OperatorWitness
 from kvdrift.diagnosis.settle import Disagreement, settle
 from kvdrift.diagnosis.twin import twin
 from kvdrift.errors import InputError, KvdriftError, ModelError, NotFaithfulError, StaleCacheError
+from kvdrift.paths.cache_on import CacheOn
 from kvdrift.paths.path import Path
 from kvdrift.tracing.finite import explain_nonfinite
 
@@ -78,6 +81,7 @@ class Gathering:
             if evidence.repeats:  # which is why it cannot be traced
                 return evidence
             raise
+        self._filled(cases[0])
         evidence.not_covered = not_covered(self.model)
         ours, reference = self.a.model or self.model, self.b.model or self.model
         _check_weights(ours, reference)
@@ -112,6 +116,26 @@ class Gathering:
             if not all(same_bits(x, y) for x, y in zip(first, again, strict=True)):
                 self.evidence.repeats.append(path.label)
         return True
+
+    def _filled(self, case: Case) -> None:
+        """Look for a path whose attention gives its keys and values to no layer of the cache."""
+        for path in (self.a, self.b):
+            model = path.model or self.model
+            if not isinstance(path, CacheOn):
+                continue
+            run = path.start(model, case.prompt)
+            try:
+                run.step()
+            finally:
+                run.close()
+            kinds = dict(enumerate(run.cache.layers))
+            plain = {layer: kinds.get(layer) for layer in model.coverage.attention_layers}
+            held = {layer: kind.get_seq_length() for layer, kind in plain.items() if isinstance(kind, DynamicLayer)}
+            if held and not any(map(int, held.values())):
+                n = len(case.prompt)
+                what = f"attention never hands its keys and values to the cache, which is empty after {n} tokens"
+                where = cache_update(model, min(held))
+                self.evidence.findings.append(Finding("unfilled", path.label, what, where=where))
 
     def _logits(self, path: Path, case: Case) -> list[Tensor]:
         """Logits of the first steps, natively and with nothing watching."""
@@ -245,9 +269,9 @@ def _check_weights(a: Model, b: Model) -> None:
     """
     if a.hf is b.hf:
         return
-    theirs = dict(b.hf.named_parameters())
+    theirs = {plain_name(name): weight for name, weight in b.hf.named_parameters()}
     for name, weight in a.hf.named_parameters():
-        other = theirs.get(name)
+        other = theirs.get(plain_name(name))
         if other is None or other.shape != weight.shape or weight.is_meta or other.is_meta:
             continue
         if not torch.equal(weight.double(), other.to(weight.device).double()):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from kvdrift.backends.transformer_lens import plain_name
 from kvdrift.bits import same_bits
 from kvdrift.diagnosis.observe import Snapshot
 from kvdrift.tracing.borrow import shared_positions
@@ -73,8 +74,15 @@ def place(model: Model, layer: int, site: str) -> Where:
     return Where(layer, f"{block} (after attention)" if site in ("mlp_out", "resid_post") else block, site)
 
 
+def cache_update(model: Model, layer: int) -> Where:
+    """The place in a layer's attention where its keys and values go to the cache."""
+    attention = _name(model, model.tree.attention_modules[layer]) or f"{model.tree.prefix}.{layer}"
+    return Where(layer, f"{attention} (cache update)", PAST["k"])
+
+
 def _name(model: Model, module: object) -> str:
-    return next((name for name, other in model.hf.named_modules() if other is module), "")
+    name = next((name for name, other in model.hf.named_modules() if other is module), "")
+    return plain_name(name)
 
 
 def first_difference(

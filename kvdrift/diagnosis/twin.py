@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from kvdrift.diagnosis.cases import rope_parameters
 from kvdrift.errors import ModelError
-from kvdrift.models.load import load
-
-if TYPE_CHECKING:
-    from kvdrift.models.model import Model
+from kvdrift.models.model import Model
 
 WINDOW = 8
 SWITCH = 16
@@ -46,7 +43,8 @@ def twin(model: Model, seed: int = 0) -> Model:
             hf = type(model.hf)._from_config(config, dtype=model.dtype, attn_implementation=model.attn)
     except Exception as error:  # whatever a model's own constructor raises
         raise ModelError(f"No tiny twin of {model.name} could be built: {' '.join(str(error).split())}") from error
-    return load(hf.to(model.device).eval().requires_grad_(False), quiet=True)
+    hf = hf.to(model.device).eval().requires_grad_(False)
+    return Model(hf, backend=model.backend.around_plain(hf))
 
 
 def _n_layers(model: Model) -> int:

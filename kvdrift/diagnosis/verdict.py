@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import html
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
+from kvdrift import markup
 from kvdrift.diagnosis.locate import Where
 
 VerdictKind = Literal["exact", "rounding", "lossy", "by_design", "bug", "nonfinite", "nondeterministic", "inconclusive"]
@@ -78,16 +79,8 @@ class Verdict:
         return asdict(self) | {"meaning": MEANING[self.kind]}
 
     def __str__(self) -> str:
-        lines = [
-            f"{self.kind.upper().replace('_', ' ')}: {MEANING[self.kind]}.",
-            f"{self.model}: {self.a} against {self.b}",
-        ]
-        if self.where is not None:
-            lines.append(f"where: {self.where}")
-        if self.wrong is not None:
-            lines.append(f"wrong path: {self.a if self.wrong == 'a' else self.b}")
-        if self.signature:
-            lines.append(f"when: {', '.join(self.signature)}")
+        lines = [self._headline(), f"{self.model}: {self.a} against {self.b}"]
+        lines += [f"{name}: {value}" for name, value in self._circumstances()]
         lines += [f"  {number}. {reason}" for number, reason in enumerate(self.reasons, 1)]
         if self.suggestion:
             lines.append(f"next: {self.suggestion}")
@@ -95,6 +88,23 @@ class Verdict:
 
     __repr__ = __str__
 
+    def _headline(self) -> str:
+        return f"{self.kind.upper().replace('_', ' ')}: {MEANING[self.kind]}."
+
+    def _circumstances(self) -> Iterator[tuple[str, str]]:
+        """Where, which path and when, as far as they are known."""
+        if self.where is not None:
+            yield "where", str(self.where)
+        if self.wrong is not None:
+            yield "wrong path", self.a if self.wrong == "a" else self.b
+        if self.signature:
+            yield "when", ", ".join(self.signature)
+
     def _repr_html_(self) -> str:
-        head, _, rest = str(self).partition("\n")
-        return f"<b>{html.escape(head)}</b><pre>{html.escape(rest)}</pre>"
+        return markup.block(
+            self._headline(),
+            markup.paragraph(f"{self.model}: {self.a} against {self.b}"),
+            markup.table(self._circumstances()),
+            markup.listing(self.reasons, numbered=True),
+            markup.paragraph(f"Next: {self.suggestion}" if self.suggestion else ""),
+        )

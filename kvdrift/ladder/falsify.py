@@ -168,7 +168,7 @@ class _Setup:
             return self.model
         if self.copy is None or self.copy.dtype != dtype:
             self.copy = None
-            self.copy = Model(cast_copy(self.model.hf, dtype), self.model.tokenizer, self.model.name)
+            self.copy = self.model.around(cast_copy(self.model.hf, dtype))
         return self.copy
 
     def described(self, arm: Arm) -> Rung:

@@ -5,16 +5,16 @@
 tree is shaped like the known ones works without a change here.
 """
 
-import html
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from kvdrift import markup
 from kvdrift.errors import FileError, ModelError
 
 _QK_NORM = re.compile(r"(q|k|qk|query|key)_?(layer)?_?norm")
@@ -149,6 +149,8 @@ class Architecture:
     def __str__(self) -> str:
         return f"{self.model_type}: " + ", ".join(self._phrases())
 
+    __repr__ = __str__
+
     def _phrases(self) -> Iterator[str]:
         yield f"{self.n_layers} layers ({self._kinds()})"
         if self.n_heads:
@@ -191,8 +193,7 @@ class Architecture:
             ("context", _or_none(self.max_positions)),
             ("blocks at", self.block_prefix),
         ]
-        cells = "".join(f"<tr><th>{html.escape(k)}</th><td>{html.escape(str(v))}</td></tr>" for k, v in rows)
-        return f"<table>{cells}</table>"
+        return markup.table(rows)
 
 
 @dataclass(frozen=True, eq=False)
@@ -221,6 +222,21 @@ class BlockTree:
     head: nn.Module | None
     final_norm: nn.Module | None
     attention_modules: tuple[nn.Module | None, ...]
+
+    def through(self, stand_in: Callable[[nn.Module], nn.Module]) -> "BlockTree":
+        """The same tree with each module replaced by what stands in for it."""
+
+        def found(module: nn.Module | None) -> nn.Module | None:
+            return None if module is None else stand_in(module)
+
+        return replace(
+            self,
+            blocks=tuple(stand_in(block) for block in self.blocks),
+            embed=found(self.embed),
+            head=found(self.head),
+            final_norm=found(self.final_norm),
+            attention_modules=tuple(found(module) for module in self.attention_modules),
+        )
 
 
 def describe(hf_model: PreTrainedModel) -> Architecture:

@@ -13,9 +13,12 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as hf_logging
 
+from kvdrift.backends.nnsight import NNsightBackend, is_nnsight
+from kvdrift.backends.transformer_lens import backend_of, is_bridge
 from kvdrift.errors import InputError, ModelError
 from kvdrift.models import presets
 from kvdrift.models.model import Model
+from kvdrift.models.source import Source
 
 DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64")}
 
@@ -28,6 +31,7 @@ def load(
     *,
     tokenizer: Any = None,
     device_map: Any = None,
+    repair: bool = True,
     quiet: bool = False,
 ) -> Model:
     """Load a model, or wrap one that is loaded already.
@@ -35,7 +39,8 @@ def load(
     Parameters
     ----------
     x
-        A preset name (``"smollm2-135m"``, …), a Hub id, a local folder, a `transformers` causal LM, or a `Model`.
+        A preset name (``"smollm2-135m"``, …), a Hub id, a local folder, a `transformers` causal LM, a TransformerLens
+        bridge or an nnsight model around one, or a `Model`.
     dtype
         ``"auto"``: bfloat16 on the CPU; on CUDA float16 if a probe pass stays finite, else bfloat16. For a module
         that is loaded already only its own dtype can be asked for.
@@ -47,6 +52,9 @@ def load(
         For a loaded module: its tokenizer. Without one, prompts are token ids.
     device_map
         Passed through to ``from_pretrained`` for models over several GPUs.
+    repair
+        For a TransformerLens bridge whose attention does not find its cache: hand it over while kvdrift runs the
+        bridge, and at no other time. The message printed says whether that was needed.
     quiet
         Do not print what was chosen.
 
@@ -72,7 +80,13 @@ def load(
     """
     if isinstance(x, Model):
         return _unchanged(x, dtype, device, attn)
-    if isinstance(x, nn.Module):
+    if is_nnsight(x):
+        backend = NNsightBackend(x)
+        own = backend.tokenizer if tokenizer is None else tokenizer
+        model = _unchanged(Model(backend.module, own, backend.name, backend), dtype, device, attn)
+    elif is_bridge(x):
+        model = _from_bridge(x, repair, dtype, device, attn, tokenizer, quiet)
+    elif isinstance(x, nn.Module):
         if hasattr(x, "_orig_mod"):
             raise ModelError(
                 "A compiled model fuses the sites that kvdrift reads; give the uncompiled one (model._orig_mod)."
@@ -82,11 +96,42 @@ def load(
         model = _unchanged(Model(x, tokenizer), dtype, device, attn)
     elif isinstance(x, (str, Path)):
         model = _from_pretrained(str(x), dtype, device, attn, tokenizer, device_map, quiet)
+        name = str(x) if str(x) in presets.PRESETS or not Path(x).is_dir() else str(Path(x).resolve())
+        model.source = Source(name, model.device.type, attn, device_map, tokenizer is None)
     else:
         raise InputError(f"kd.load takes a name, a folder or a loaded model, not {type(x).__name__}.")
     if not quiet:
         print(f"kvdrift: {model!r}", file=sys.stderr)
     return model
+
+
+def _from_bridge(
+    bridge: Any,
+    repair: bool,
+    dtype: str | torch.dtype,
+    device: str | torch.device,
+    attn: str,
+    tokenizer: Any,
+    quiet: bool,
+) -> Model:
+    """A model driven through a TransformerLens bridge; what the bridge does otherwise is printed."""
+    backend = backend_of(bridge, repair)
+    if tokenizer is None:
+        tokenizer = getattr(bridge, "tokenizer", None)
+    model = Model(backend.module, tokenizer, f"{_name(bridge, backend.module)} (TransformerLens)", backend=backend)
+    if attn not in ("auto", model.attn):
+        with backend.attention(attn):  # which refuses
+            pass
+    if not quiet:
+        for note in backend.notes():
+            print(f"kvdrift: {note}", file=sys.stderr)
+    return _unchanged(model, dtype, device, "auto")
+
+
+def _name(bridge: Any, module: Any) -> str:
+    given = getattr(bridge.cfg, "model_name", None)
+    own = getattr(module.config, "name_or_path", None)
+    return own or (given if given not in (None, "", "external") else module.config.model_type)
 
 
 def _unchanged(model: Model, dtype: str | torch.dtype, device: str | torch.device, attn: str) -> Model:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import html
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -14,10 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvdrift import markup
 from kvdrift.backends.hf import HFBackend
+from kvdrift.backends.transformer_lens import BridgeBackend, is_bridged
 from kvdrift.errors import InputError
 from kvdrift.models.architecture import Architecture, BlockTree, describe, find_blocks
 from kvdrift.models.labels import Prompt
+from kvdrift.models.source import Source
 
 if TYPE_CHECKING:
     from kvdrift.tracing.coverage import Coverage
@@ -40,19 +42,44 @@ class Model:
         How it is driven.
     tree
         Where its blocks, embedding, final norm and LM head are.
+    source
+        Where it was loaded from by name, or None.
     """
 
-    def __init__(self, hf: Any, tokenizer: Any = None, name: str | None = None) -> None:
+    source: Source | None = None
+
+    def __init__(
+        self, hf: Any, tokenizer: Any = None, name: str | None = None, backend: HFBackend | None = None
+    ) -> None:
         self.hf = hf
         self.tokenizer = tokenizer
         self.name: str = name or getattr(hf.config, "name_or_path", None) or hf.config.model_type
-        self.tree: BlockTree = find_blocks(hf)
-        self.backend = HFBackend(hf)
+        self.backend: HFBackend = default_backend(hf) if backend is None else backend
+        with self.backend.unwrapped() as stand_in:
+            self.tree: BlockTree = find_blocks(hf).through(stand_in)
+
+    def around(self, hf: Any, name: str | None = None, tokenizer: Any = None) -> Model:
+        """A copy of the module, driven as this model is.
+
+        Parameters
+        ----------
+        hf
+            The copy (another dtype, other weights, …).
+        name, tokenizer
+            Of the new model; by default this one's.
+        """
+        return Model(hf, tokenizer or self.tokenizer, name or self.name, backend=self.backend.around(hf))
+
+    def as_it_is(self) -> Model:
+        """This model without any repair that `kvdrift.load` made around its calls; itself where there is none."""
+        backend = self.backend.as_it_is()
+        return self if backend is self.backend else Model(self.hf, self.tokenizer, self.name, backend=backend)
 
     @cached_property
     def architecture(self) -> Architecture:
         """Layers, heads, windows, soft-caps, positional scheme."""
-        return describe(self.hf)
+        with self.backend.unwrapped():
+            return describe(self.hf)
 
     @cached_property
     def coverage(self) -> Coverage:
@@ -86,7 +113,7 @@ class Model:
     @property
     def attn(self) -> str:
         """The attention implementation in use."""
-        return str(self.hf.config._attn_implementation)
+        return self.backend.attn
 
     @property
     def vocab_size(self) -> int:
@@ -219,8 +246,12 @@ class Model:
         return f"{self.name} · {self.dtype_name} · {self.device} · attn {self.attn}\n{self.architecture}"
 
     def _repr_html_(self) -> str:
-        head, _, rest = repr(self).partition("\n")
-        return f"<b>{html.escape(head)}</b><br>{html.escape(rest)}"
+        return markup.block(repr(self).partition("\n")[0], self.architecture._repr_html_())
+
+
+def default_backend(hf: Any) -> HFBackend:
+    """What drives a module that comes without a backend: its own kind."""
+    return BridgeBackend(hf) if is_bridged(hf) else HFBackend(hf)
 
 
 def _ids(prompt: Sequence[int] | Tensor) -> list[int]:

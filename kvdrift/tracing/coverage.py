@@ -38,6 +38,8 @@ class Coverage:
         Site → why it is missing, in all or some layers.
     table_layers
         Layers that call transformers' attention table, however often → whether every call reads one key per token.
+    remarks
+        Sentences on what the model's backend does otherwise than transformers.
     """
 
     places: dict[str, dict[int, Place]]
@@ -46,6 +48,7 @@ class Coverage:
     n_layers: int
     reasons: dict[str, str] = field(default_factory=dict)
     table_layers: dict[int, bool] = field(default_factory=dict)
+    remarks: tuple[str, ...] = ()
 
     def layers(self, site: str) -> tuple[int, ...]:
         """The layers that have ``site`` (``(0,)`` for a site that exists once, empty where it is missing)."""
@@ -77,12 +80,12 @@ class Coverage:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """One sentence per reason why sites are missing (the pattern, which eager attention alone gives, aside)."""
+        """The remarks, and one sentence per reason why sites are missing (the pattern aside: eager alone gives it)."""
         sites: dict[str, list[str]] = {}
         for site, reason in self.reasons.items():
             if site != PATTERN:
                 sites.setdefault(reason, []).append(site)
-        return tuple(f"not given: {', '.join(names)} ({reason})" for reason, names in sites.items())
+        return *self.remarks, *(f"not given: {', '.join(names)} ({reason})" for reason, names in sites.items())
 
     def __str__(self) -> str:
         return "\n".join([f"sites: {', '.join(self.sites)}", *self.notes])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -54,9 +55,9 @@ def probe(model: Model) -> Coverage:
         passes = _passes(model)
         plain = [prepare()() for prepare in passes]
         _refuse_module_state(model, passes, plain)
-        coverage = _find(model, passes)
+        coverage = _at_hook_points(model, passes, _find(model, passes))
         _prove(model, coverage, passes, plain)
-    return coverage
+    return replace(coverage, remarks=model.backend.notes())
 
 
 def _passes(model: Model) -> list[Prepared]:
@@ -193,7 +194,8 @@ def _find(model: Model, passes: list[Prepared]) -> Coverage:
     missing = [layer for layer in range(n_layers) if layer not in attention]
     if missing:
         why = (
-            "attention never calls transformers' attention table (recurrent, linear or older attention)"
+            "attention never calls transformers' attention table (recurrent, linear or older attention, or one that "
+            "a bridge computes in a way of its own)"
             if not any(layer in table_layers for layer in missing)
             else "attention is not one call over one key per token"
         )
@@ -202,6 +204,39 @@ def _find(model: Model, passes: list[Prepared]) -> Coverage:
     if not pattern:
         reasons[PATTERN] = f"attn={model.attn!r} does not return attention weights; load with attn='eager'"
     return Coverage(places, attention, pattern, n_layers, reasons, table_layers)
+
+
+def _at_hook_points(model: Model, passes: list[Prepared], coverage: Coverage) -> Coverage:
+    """Read sites at the model's own hook points (a bridge's), where these hold the same bits in both passes."""
+    points = model.backend.hook_points(model.tree.blocks, model.tree.final_norm)
+    if not points:
+        return coverage
+    agree = dict.fromkeys(points, True)
+    known = [site for site, places in coverage.places.items() if places]
+    for prepare in passes:
+        seen: dict[tuple[str, int], Tensor] = {}
+        run = prepare()
+        with (
+            Tap(model, dict.fromkeys(known), where="all", scaled=False, coverage=coverage) as tap,
+            ExitStack() as stack,
+        ):
+            for key, point in points.items():
+                stack.callback(point.register_forward_hook(partial(_remember, seen, key)).remove)
+            run()
+        for (site, layer), same in agree.items():
+            own, found = seen.get((site, layer)), tap.values.get(site, {}).get(layer)
+            agree[site, layer] = same and own is not None and found is not None and same_bits(own, found)
+    places = {site: dict(by_layer) for site, by_layer in coverage.places.items()}
+    for (site, layer), same in agree.items():
+        if same:
+            places[site][layer] = Place(points[site, layer], "output", places[site][layer].scale)
+    return replace(coverage, places=places)
+
+
+def _remember(
+    seen: dict[tuple[str, int], Tensor], key: tuple[str, int], _module: nn.Module, _args: Any, output: Tensor
+) -> None:
+    seen[key] = output.clone()
 
 
 def _refuse_module_state(model: Model, passes: list[Prepared], plain: list[Tensor]) -> None:

@@ -19,6 +19,8 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from kvdrift.backends import transformer_lens
+
 Output = tuple[Tensor, Tensor | None]
 """What an attention function returns: ``[batch, query, head, feature]`` and, under eager, the pattern."""
 
@@ -118,11 +120,15 @@ def attention_tables(model: nn.Module) -> list[MutableMapping[str, Callable[...,
 def eager_function(module: nn.Module) -> Callable[..., Output]:
     """The eager attention that ``module`` falls back to: the one in the file where its forward is written.
 
+    For an attention component of a TransformerLens bridge it is the bridge's own.
+
     Raises
     ------
     LookupError
         If that file has none.
     """
+    if transformer_lens.is_understood(module):
+        return transformer_lens.eager_attention
     namespace = inspect.unwrap(type(module).forward).__globals__
     if "eager_attention_forward" not in namespace:
         raise LookupError(f"{type(module).__name__} has no eager_attention_forward beside its forward")
@@ -165,7 +171,8 @@ def seam(model: nn.Module, link: Link) -> Iterator[None]:
         _wrap(table)
     _STATE.links.append(registered)
     try:
-        yield
+        with transformer_lens.rerouted(model, _attend):
+            yield
     finally:
         _STATE.links[:] = [other for other in _STATE.links if other is not registered]
         for table in tables:
@@ -208,13 +215,26 @@ def _wrapper(original: Callable[..., Output] | None) -> Callable[..., Output]:
         **kwargs: Any,
     ) -> Output:
         native = original if original is not None else eager_function(module)
-        links = sorted((r.link for r in _STATE.links if id(module) in r.modules), key=lambda link: link.order)
-        proceed: Callable[[AttentionCall], Output] = AttentionCall.execute
-        for link in reversed(links):  # the last is the innermost; no closure that holds itself and the links' tensors
-            proceed = partial(_through, link, proceed)
-        return proceed(AttentionCall(module, query, key, value, attention_mask, kwargs, native))
+        return _attend(module, query, key, value, attention_mask, kwargs, native)
 
     return attention
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    kwargs: dict[str, Any],
+    native: Callable[..., Output],
+) -> Output:
+    """Send one call through the links that watch its module."""
+    links = sorted((r.link for r in _STATE.links if id(module) in r.modules), key=lambda link: link.order)
+    proceed: Callable[[AttentionCall], Output] = AttentionCall.execute
+    for link in reversed(links):  # the last is the innermost; no closure that holds itself and the links' tensors
+        proceed = partial(_through, link, proceed)
+    return proceed(AttentionCall(module, query, key, value, mask, kwargs, native))
 
 
 def _through(link: Link, proceed: Callable[[AttentionCall], Output], call: AttentionCall) -> Output:

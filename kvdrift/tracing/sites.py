@@ -20,8 +20,15 @@ LOGITS = "logits"
 """Next-token logits at the current position: ``[vocab]``."""
 ALL_SITES = ("embed", *BLOCK_SITES, "final_norm", *HEAD_SITES, PATTERN, LOGITS)
 
-_FULL_NAMES = {"hook_embed": "embed", "ln_final.hook_normalized": "final_norm", "unembed.hook_out": "logits"}
-_BLOCK_NAME = re.compile(r"blocks\.(\d+)\.(?:attn\.)?hook_(\w+)")
+FULL_NAMES = {
+    "hook_embed": "embed",
+    "ln_final.hook_normalized": "final_norm",
+    "ln_final.hook_out": "final_norm",
+    "unembed.hook_out": "logits",
+}
+"""Full names of the sites that exist once."""
+BLOCK_NAME = re.compile(r"blocks\.(\d+)\.(?:attn\.)?hook_(?:rot_(?=[qk]$))?(\w+)")
+"""Full names of the sites of a block: its number and the site."""
 
 
 def parse_sites(sites: Iterable[str] | str) -> dict[str, frozenset[int] | None]:
@@ -62,9 +69,9 @@ def parse_sites(sites: Iterable[str] | str) -> dict[str, frozenset[int] | None]:
 def _parse(name: str) -> tuple[str, int | None]:
     if name in ALL_SITES:
         return name, None
-    if name in _FULL_NAMES:
-        return _FULL_NAMES[name], None
-    if (match := _BLOCK_NAME.fullmatch(name)) and match[2] in (*BLOCK_SITES, *HEAD_SITES, PATTERN):
+    if name in FULL_NAMES:
+        return FULL_NAMES[name], None
+    if (match := BLOCK_NAME.fullmatch(name)) and match[2] in (*BLOCK_SITES, *HEAD_SITES, PATTERN):
         return match[2], int(match[1])
     raise SiteError(
         f"There is no site {name!r}; choose among {', '.join(ALL_SITES)}, or a full name such as "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from kvdrift import markup
 from kvdrift.errors import SiteError
 from kvdrift.files import load_tensors, save_tensors
 from kvdrift.models.architecture import Architecture
@@ -83,14 +84,87 @@ class Trace:
         return site
 
     def __repr__(self) -> str:
-        lines = [
+        return "\n".join([self._headline(), *(f"  {site}: [{self._sizes(site)}]" for site in self.sites)])
+
+    def _repr_html_(self) -> str:
+        return markup.block(self._headline(), markup.table([(site, self._sizes(site)) for site in self.sites]))
+
+    def _headline(self) -> str:
+        return (
             f"Trace of {self.path.model} · {self.path.label} · {self.path.dtype} · {self.path.attn} · "
             f"{len(self.prompt.ids)} prompt tokens, {len(self.fed)} steps, {self.n_bytes / 1e6:.1f} MB"
-        ]
-        for site in self.sites:
-            sizes = ", ".join(f"{name} {len(values)}" for name, values in self.axes(site).items())
-            lines.append(f"  {site}: [{sizes}]")
-        return "\n".join(lines)
+        )
+
+    def _sizes(self, site: str) -> str:
+        return ", ".join(f"{name} {len(values)}" for name, values in self.axes(site).items())
+
+    # --- TransformerLens
+
+    def to_activation_cache(self, step: int | None = None, model: Any = None) -> Any:
+        """This trace as an ``ActivationCache`` of TransformerLens, under its hook names and in its shapes.
+
+        Residual sites are ``[1, position, d_model]``, ``q k v z`` ``[1, position, head, d_head]``, the pattern
+        ``[1, head, position, key]``. What stands on the position axis depends on how the trace was recorded:
+
+        - ``positions="current"``: one entry per step, the position that the step predicts from (the last prompt
+          token, then each token consumed). ``k`` and ``v`` hold that position alone.
+        - ``positions="all"`` or a list: the recorded positions in order, each as the latest step up to ``step``
+          computed it, or read it (``k``, ``v``). On the cache-ON path that is the prefill's value for the prompt and
+          the decoded one for every later token; on the cache-OFF path the pass of ``step`` alone. Logits are left out.
+
+        Parameters
+        ----------
+        step
+            The last step that counts; by default the last one of the trace.
+        model
+            The bridge, which some methods of the cache need.
+
+        Raises
+        ------
+        InputError
+            If TransformerLens is not installed, or there is no such step.
+
+        Examples
+        --------
+        >>> import kvdrift as kd
+        >>> trace = kd.record(kd.models.tiny("llama"), [1, 2, 3], positions="all", max_new_tokens=2, progress=False)
+        >>> trace.to_activation_cache()["blocks.0.attn.hook_v"].shape  # doctest: +SKIP
+        torch.Size([1, 4, 2, 32])
+        """
+        from kvdrift.tracing.lens import to_cache
+
+        return to_cache(self, step, model)
+
+    @classmethod
+    def from_activation_cache(cls, cache: Any, model: Any, prompt: Any, fed: Sequence[int] | None = None) -> Trace:
+        """A trace from an ``ActivationCache`` (or a dict) of TransformerLens; the way back of `to_activation_cache`.
+
+        Entries that hold no site of kvdrift are left out: among them ``hook_q`` and ``hook_k`` of a model with RoPE,
+        which are not what the kernel reads (``hook_rot_q`` and ``hook_rot_k`` are).
+
+        Parameters
+        ----------
+        cache
+            For one sequence.
+        model, prompt
+            The model that made it (anything `kvdrift.load` takes) and its prompt.
+        fed
+            The token chosen after each step, if the position axis is one of steps (``positions="current"``). Without
+            it, the cache is one pass over all positions: the trace has one step.
+
+        Raises
+        ------
+        InputError
+            If its shapes do not fit.
+        SiteError
+            If it holds no site.
+        """
+        from kvdrift.models.load import load
+        from kvdrift.tracing.lens import from_cache
+
+        model = load(model, quiet=True)
+        label = model.label(prompt, model.encode(prompt))
+        return cls(**from_cache(cache, model, label, None if fed is None else tuple(int(token) for token in fed)))
 
     # --- files
 

@@ -70,7 +70,7 @@ class Recording:
                 for number in range(n_steps):
                     self.tap.steps.clear()
                     step = run.step(tokens[-1] if number else None)
-                    if step.logits.isnan().any() or step.logits.isposinf().any():
+                    if not step.logits.max() < torch.inf:  # NaN is not, either
                         raise explain_nonfinite(self.model, tokens, run.attn)
                     if number == 0:
                         self._allocate(self.tap.steps, n_steps, n_prompt + n_steps - 1)
@@ -165,7 +165,7 @@ class Recording:
         for site, slots in self.slots.items():
             if self.positions == "current" and site in self.whole and site != PATTERN:
                 whole = self.whole[site][number]
-                whole.copy_(torch.stack([value[0] for value in passes[-1][site].values()]))
+                whole.copy_(torch.cat(list(passes[-1][site].values())))
                 self.masks[site][number] = True
                 continue
             for place, layer in enumerate(slots):

@@ -3,12 +3,12 @@ part) are kept apart, and each is held against path a's own re-rolls."""
 
 from __future__ import annotations
 
-import html as html_escape
 import math
 import textwrap
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from kvdrift import markup
 from kvdrift.drift.findings import json_safe
 from kvdrift.drift.summary import WIDTH, model_name, number
 
@@ -56,17 +56,11 @@ def summary(evaluation: Evaluation) -> str:
 
 
 def html(evaluation: Evaluation) -> str:
-    """The same for Jupyter; every text is escaped."""
-    escape = html_escape.escape
-    rows = "".join(
-        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells(evaluation, condition))}</tr>"
-        for condition in evaluation.conditions
-    )
-    heads = "".join(f"<th>{escape(name)}</th>" for name in COLUMNS)
-    items = "".join(f"<li>{escape(sentence)}</li>" for sentence in (*reading(evaluation), *evaluation.notes))
-    return (
-        f"<div><p><b>{escape(headline(evaluation))}</b></p><table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody>"
-        f"</table><ul>{items}</ul></div>"
+    """The same for Jupyter."""
+    return markup.block(
+        headline(evaluation),
+        markup.table((cells(evaluation, condition) for condition in evaluation.conditions), COLUMNS),
+        markup.listing((*reading(evaluation), *evaluation.notes)),
     )
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kvdrift.controls.true_float32 import TrueFloat32
     from kvdrift.controls.true_float64 import TrueFloat64
     from kvdrift.controls.wide_sums import WideSums
+    from kvdrift.drift import metrics
     from kvdrift.drift.compare import compare
     from kvdrift.drift.result import Drift
     from kvdrift.evaluation.evaluate import evaluate
@@ -80,6 +81,7 @@ _HOMES = {
     "falsify": "ladder.falsify",
     "fixed_shape": "controls.fixed_shape",
     "load": "models.load",
+    "metrics": "drift.metrics",
     "models": "models",
     "nnsight": "nnsight",
     "patch": "patching.patch",
@@ -90,7 +92,7 @@ _HOMES = {
     "views": "views",
     "write_report": "report.write",
 }
-_MODULES = ("counterfactual", "experiments", "models", "nnsight", "views")
+_MODULES = ("counterfactual", "experiments", "metrics", "models", "nnsight", "views")
 __all__ = [
     "GSM8K",
     "AttentionFloat32",
@@ -129,6 +131,7 @@ __all__ = [
     "falsify",
     "fixed_shape",
     "load",
+    "metrics",
     "models",
     "nnsight",
     "patch",

@@ -20,3 +20,7 @@ DEMO_PROMPTS: tuple[str, ...] = (
     "Question: A theatre has 24 rows with 16 seats each. On Friday, 57 seats stay empty. How many people "
     "watch the play?\nAnswer:",
 )
+"""Word problems, as a base model reads them."""
+
+DEMO_ANSWERS: tuple[int, ...] = (138, 29, 304, 190, 80, 14, 73, 327)
+"""The number that answers each of them."""

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from kvdrift.cli import compare, demo, diagnose, evaluate, factorial, falsify, models, patch, record, report, sweep
+from kvdrift.cli import compare, demo, diagnose, evaluate, factorial, falsify, lab, models, patch, record, report, sweep
 from kvdrift.cli.console import INTERRUPTED, NOTHING_WRITTEN, Interrupted, complain
 from kvdrift.errors import KvdriftError
 
@@ -29,6 +29,7 @@ app.command()(falsify.falsify)
 app.command()(evaluate.evaluate)
 app.command()(record.record)
 app.command()(report.report)
+app.command()(lab.lab)
 app.add_typer(models.app, name="models")
 
 

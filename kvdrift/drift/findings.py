@@ -93,6 +93,18 @@ def share_differing(drift: Drift) -> float | None:
     return float((drift.values(SITE)[drift.counted][:, -1] != 0).mean())
 
 
+def shows_from(drift: Drift, site: str = SITE) -> int | None:
+    """The first layer whose residual site differs at any counted step; None if none does, or it was not measured.
+
+    It can lie above the source of drift: a bit that differs in a layer's attention or MLP output can round away where
+    that output is added to the residual stream.
+    """
+    if not drift.has(site):
+        return None
+    differs = np.flatnonzero((drift.values(site)[drift.counted] != 0).any(axis=0))
+    return int(drift.layers(site)[differs[0]]) if differs.size else None
+
+
 def growth(drift: Drift) -> Growth | None:
     """Growth at ``resid_post``; None where that site was not measured."""
     return drift.growth(SITE) if drift.has(SITE) else None

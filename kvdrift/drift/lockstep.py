@@ -20,7 +20,7 @@ from kvdrift.models.head import Float32Head
 from kvdrift.models.model import Model
 from kvdrift.paths.path import Path, Run, Step
 from kvdrift.tracing.borrow import Borrow
-from kvdrift.tracing.finite import explain_nonfinite
+from kvdrift.tracing.finite import explain_nonfinite, leaves_finite
 from kvdrift.tracing.sites import BLOCK_SITES, GLOBAL_SITES
 from kvdrift.tracing.tap import Tap, Values
 
@@ -342,7 +342,7 @@ class Lockstep:
 
     @staticmethod
     def _refuse_nonfinite(live: _Live, tokens: list[int]) -> None:
-        if live.logits.isnan().any() or live.logits.isposinf().any():
+        if leaves_finite(live.logits):
             raise explain_nonfinite(live.run.model, tokens, live.run.attn)
 
     # --- results

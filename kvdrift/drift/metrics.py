@@ -1,4 +1,13 @@
-"""Distances between two tensors, computed in float64 from the stored values.
+"""Distances between two tensors, computed in float64 from the stored values; ``kd.metrics`` for short.
+
+- `site_metrics`: everything about one site's tensors, as `SITE_METRICS` names it.
+- `relative_l2`: ``rel_l2`` alone, over any one dimension.
+- `logit_metrics`: everything about next-token logits, as `LOGIT_METRICS` names it.
+- `kl_divergence`: ``kl`` alone.
+- `logit_l2`: ``logit_l2`` alone.
+
+The reference is b, as in `kvdrift.compare`, and comes second, but for one: `kl_divergence` takes it first, in the order
+in which KL is written. ``logit_metrics(a, b)["kl"]`` is ``kl_divergence(b, a)``: KL(b‖a).
 
 Pure functions without any knowledge of models: tensors in, float64 tensors out, on the device they came on.
 Everything before the reduced dimensions is batch. Bit equality is tested first, so two paths that agree pay

@@ -183,7 +183,8 @@ def onset(
     """Find the first layer that makes drift by itself, and the first that makes more than its floor.
 
     *Source*, without any threshold: the first layer where local drift is nonzero at any site given, for any
-    prompt and step.
+    prompt and step. It may be zero at `site` itself: what differs in the attention or MLP output can round away in
+    the residual stream.
 
     *Excess*: per prompt and layer, local drift and its floor are averaged over the steps measured in both
     (the floor over its seeds too). The ratio R of their means over prompts is tested against R ≤ 1 by a

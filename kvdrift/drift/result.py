@@ -158,6 +158,9 @@ class Drift:
     def onset(self, site: str = "resid_post", **options: Any) -> profile.Onset:
         """The first layer that makes drift by itself; see `kvdrift.drift.profile.onset`.
 
+        Its attention and MLP outputs count too, where they were measured: a bit that differs there can round away where
+        the output is added, so that the layer named can be bit-identical at ``site`` and drift show there higher up.
+
         Raises
         ------
         SiteError

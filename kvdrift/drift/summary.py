@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import html as html_escape
 import textwrap
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvdrift import markup
 from kvdrift.drift import findings
 from kvdrift.drift.profile import MIN_PROMPTS, Estimate, Growth, Onset, rule_of_three
 
@@ -39,10 +39,8 @@ def text(drift: Drift) -> str:
 
 def html(drift: Drift) -> str:
     """The same for Jupyter; every text is escaped."""
-    items = "".join(f"<li>{html_escape.escape(sentence)}</li>" for sentence in reading(drift))
-    notes = "".join(f"<li>{html_escape.escape(note)}</li>" for note in drift.notes)
-    tail = f"<p>Please note</p><ul>{notes}</ul>" if notes else ""
-    return f"<div><p><b>{html_escape.escape(headline(drift))}</b></p><ul>{items}</ul>{tail}</div>"
+    notes = (markup.paragraph("Please note"), markup.listing(drift.notes)) if drift.notes else ()
+    return markup.block(headline(drift), markup.listing(reading(drift)), *notes)
 
 
 def as_dict(drift: Drift) -> dict[str, Any]:
@@ -105,20 +103,25 @@ def _start(drift: Drift, start: Onset | None) -> str:
             "path computes for itself, or the final norm and the LM head."
         )
     share = "" if start.source_share is None else f", at {_percent(start.source_share)} of {start.n_pairs:,} steps"
-    return (
+    sentence = (
         f"Drift starts in layer {start.source_layer}{_MODULES.get(start.source_module or '', '')}: on bitwise the "
         f"same inputs it is the first whose output differs{share}."
+    )
+    shown = findings.shows_from(drift)
+    if shown is None or shown <= start.source_layer:
+        return sentence
+    return (
+        f"{sentence} In the residual stream it shows from layer {shown} on: what differs below rounds away where it is "
+        "added."
     )
 
 
 def _first_difference(drift: Drift) -> str:
-    cells = drift.values(findings.SITE)[drift.counted] if drift.has(findings.SITE) else np.empty((0, 0))
-    if not cells.size:
+    if not drift.has(findings.SITE) or not drift.counted.any():
         return ""
-    differs = np.flatnonzero((cells != 0).any(axis=0))
-    if not differs.size:
+    layer = findings.shows_from(drift)
+    if layer is None:
         return "The residual stream is bit-identical after every layer."
-    layer = drift.layers(findings.SITE)[differs[0]]
     return f"The first layer after which the residual stream differs is layer {layer}."
 
 

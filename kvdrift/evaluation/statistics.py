@@ -7,13 +7,12 @@ item are not.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import optimize, stats
-from statsmodels.stats.multitest import multipletests
 from statsmodels.stats.proportion import proportion_confint
 
 from kvdrift.errors import InputError
@@ -469,31 +468,6 @@ def null_share(observed: float, replicates: Sequence[float], tail: Literal["high
         observed, null = abs(observed), np.abs(null)
     extreme = (null >= observed) | np.isclose(null, observed, rtol=_ROUNDING, atol=0)
     return (1 + int(extreme.sum())) / (1 + len(null))
-
-
-def holm(ps: Iterable[float]) -> tuple[float, ...]:
-    """Return p-values adjusted for their number, by Holm's step-down rule ("A Simple Sequentially Rejective…", 1979).
-
-    Parameters
-    ----------
-    ps
-        NaN is no test: it stays NaN and does not count.
-
-    Returns
-    -------
-    tuple
-        In the same order (statsmodels' ``multipletests(method="holm")``).
-
-    Examples
-    --------
-    >>> holm([0.01, float("nan"), 0.03])
-    (0.02, nan, 0.03)
-    """
-    raw = np.asarray(list(ps), dtype=np.float64)
-    adjusted, tested = np.full(len(raw), _NAN), ~np.isnan(raw)
-    if tested.any():
-        adjusted[tested] = multipletests(raw[tested], method="holm")[1]
-    return tuple(adjusted.tolist())
 
 
 def _bootstrap(data: tuple[NDArray[np.float64], ...], statistic: object, seed: int) -> tuple[float, float]:

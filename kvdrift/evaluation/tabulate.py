@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from kvdrift.drift.profile import holm
 from kvdrift.evaluation import statistics
 from kvdrift.evaluation.conditions import Condition, NullNumbers
 from kvdrift.evaluation.records import Answer, Compared, Trial
@@ -23,7 +24,7 @@ Grid = NDArray[np.float64]
 def conditions(evaluation: Evaluation) -> tuple[Condition, ...]:
     """One condition per strategy, with Holm's correction over them."""
     found = [_Strategy(evaluation, strategy) for strategy in evaluation.strategies]
-    adjusted = statistics.holm([each.p for each in found])
+    adjusted = holm([each.p for each in found]).tolist()
     return tuple(each.condition(p) for each, p in zip(found, adjusted, strict=True))
 
 

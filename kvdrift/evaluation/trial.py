@@ -17,7 +17,7 @@ from kvdrift.evaluation.task import Item, Task
 from kvdrift.models.model import Model
 from kvdrift.paths.path import Path, Run
 from kvdrift.provenance import prompt_hash
-from kvdrift.tracing.finite import explain_nonfinite
+from kvdrift.tracing.finite import explain_nonfinite, leaves_finite
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ class ItemRunner:
         return total
 
     def _check(self, logits: Tensor, consumed: list[int], run: Run) -> None:
-        if logits.isnan().any() or logits.isposinf().any():
+        if leaves_finite(logits):
             raise explain_nonfinite(run.model, consumed, run.attn)
 
     # --- text

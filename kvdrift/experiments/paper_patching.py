@@ -19,7 +19,7 @@ from kvdrift.patching.schedule import Schedule
 from kvdrift.patching.setup import read
 from kvdrift.patching.spec import Cell, Patch
 from kvdrift.patching.sweep import run_cells
-from kvdrift.patching.words import number, plain
+from kvdrift.patching.words import loses, nothing_written, number, plain
 from kvdrift.paths.cache_off import CacheOff
 from kvdrift.paths.cache_on import CacheOn
 from kvdrift.paths.path import Path
@@ -273,24 +273,23 @@ def _reading(sweep: Sweep) -> list[str]:
         f"against no patch: residual once {number(once['residual'])}, K/V once {number(once['KV'])}, "
         f"K/V persistently {number(lasting)}"
     ]
+    idle = [name for name in CONDITIONS if sweep.wrote_nothing(cells[f"{name}, one-shot"])]
+    if idle:
+        said.append(f"{', '.join(idle)} once: {nothing_written(sweep, cells[f'{idle[0]}, one-shot'])}")
     if all(_leaves_nothing(sweep, cells[f"{name}, one-shot"]) for name in once):
-        said.append(
-            "no bit of a one-shot patch is left after its step: "
-            + (
-                "a recipient without a cache keeps nothing"
-                if sweep.recipient.label == CacheOff().label
-                else "the two paths agreed there already, so nothing else was written; take another step"
-            )
-        )
-    else:
+        keeps = sweep.recipient.label != CacheOff().label
+        why = "" if keeps else ": a recipient without a cache keeps nothing"
+        said.append(f"no bit of a one-shot patch is left after its step{why}")
+    elif not set(idle) & set(once):  # a patch that wrote nothing was not tried
         said.append(_ONCE[tuple(found.value >= CAME_BACK for found in once.values())])
     again = sweep.recovery(cells["KV, persistent"], role="re-rolled patched", against="re-roll")
     if math.isnan(lasting.low):
         said.append("too few prompts for an interval: take at least 8")
     elif lasting.low > 0:
+        rest = ", so the rest of it is the two paths' kernels rounding alike" if loses(again, lasting) else ""
         said.append(
             "reading the donor's K/V at every step brings the recipient nearer; with the recipient's sums re-rolled "
-            f"the gain is {number(again)}, so the rest of it is the two paths' kernels rounding alike"
+            f"the gain is {number(again)}{rest}"
         )
     else:
         said.append("not even the donor's K/V at every step brings the recipient nearer")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import html as html_escape
 import math
 import textwrap
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvdrift import markup
 from kvdrift.drift.findings import json_safe
 from kvdrift.drift.profile import MIN_PROMPTS
 from kvdrift.drift.summary import WIDTH, model_name, number, times
@@ -44,16 +44,8 @@ def summary(ladder: Ladder) -> str:
 
 def html(ladder: Ladder) -> str:
     """The same for Jupyter; every text is escaped."""
-    escape = html_escape.escape
-    rows = "".join(
-        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells(ladder, rung))}</tr>" for rung in ladder.rungs
-    )
-    heads = "".join(f"<th>{escape(name)}</th>" for name in COLUMNS)
-    items = "".join(f"<li>{escape(sentence)}</li>" for sentence in (*reading(ladder), *ladder.notes))
-    return (
-        f"<div><p><b>{escape(headline(ladder))}</b></p><table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody>"
-        f"</table><ul>{items}</ul></div>"
-    )
+    table = markup.table([cells(ladder, rung) for rung in ladder.rungs], COLUMNS)
+    return markup.block(headline(ladder), table, markup.listing([*reading(ladder), *ladder.notes]))
 
 
 def as_dict(ladder: Ladder) -> dict[str, Any]:

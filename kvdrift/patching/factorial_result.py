@@ -14,7 +14,7 @@ from kvdrift.errors import InputError
 from kvdrift.files import load_tensors, save_tensors
 from kvdrift.models.architecture import Architecture
 from kvdrift.models.labels import PathInfo, Prompt
-from kvdrift.patching import words
+from kvdrift.patching import html, words
 
 EDGES = {
     "y10-y00": "one-token kernel instead of recompute, on cache-OFF's K/V",
@@ -104,6 +104,9 @@ class Factorial:
 
     def __repr__(self) -> str:
         return self.summary()
+
+    def _repr_html_(self) -> str:
+        return html.factorial(self)
 
     def to_dataframe(self) -> Any:
         """One row per prompt, step and pair, with every metric; a `pandas.DataFrame`."""

@@ -239,6 +239,12 @@ class Outcomes:
         """Whether this cell's recovery is 1 by construction: the donor's last residual is written at every step."""
         return self.cells[cell].trivial(self.architecture.n_layers)
 
+    def wrote_nothing(self, cell: int = 0) -> bool:
+        """Whether every value that this cell wrote was the recipient's own already; False if none was written."""
+        distances = self.values("moved", "patched", cell)[0][self.counted(cell, "written")]
+        known = distances[~np.isnan(distances)]
+        return bool(known.size and (known == 0).all())
+
     # --- tables
 
     def to_dataframe(self, what: str = "cells") -> Any:

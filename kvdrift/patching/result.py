@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from kvdrift.patching import words
+from kvdrift import markup
+from kvdrift.patching import html, words
 from kvdrift.patching.outcome import Outcomes
 
 
@@ -43,6 +44,9 @@ class PatchResult(Outcomes):
     def __repr__(self) -> str:
         return self.summary()
 
+    def _repr_html_(self) -> str:
+        return html.patch(self)
+
 
 @dataclass(frozen=True)
 class Sweep(Outcomes):
@@ -76,3 +80,6 @@ class Sweep(Outcomes):
 
     def __repr__(self) -> str:
         return self.summary()
+
+    def _repr_html_(self) -> str:
+        return markup.lines(self.summary())

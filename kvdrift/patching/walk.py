@@ -24,6 +24,7 @@ from kvdrift.patching.outcome import Arm
 from kvdrift.patching.schedule import Schedule
 from kvdrift.patching.spec import Cell, Patch
 from kvdrift.paths.path import Path, Run
+from kvdrift.tracing.finite import leaves_finite
 from kvdrift.tracing.tap import Tap, Where
 from kvdrift.tracing.trace import Trace
 from kvdrift.tracing.writer import Block, Writer
@@ -360,7 +361,7 @@ class Walk:
             logits = runner.run.step(token).logits
         finally:
             writer.load(())
-        if logits.isnan().any() or logits.isposinf().any():
+        if leaves_finite(logits):
             raise NonFiniteError(
                 f"The {runner.arm.role} arm leaves the finite numbers at step {number}: what was written does not fit "
                 f"{self.model.dtype_name} there; patch fewer sites, or run in float32."

@@ -29,6 +29,8 @@ NAMES = {
 
 
 _REFERENCES = {"placebo": "noise at the same place", "unpatched": "no patch"}
+NOTICED = 0.05
+"""A recovery below this is too small to be divided among causes."""
 NOTHING_FOLLOWS = (
     "no step follows the first write at step {first}: the text ended before it, or more new tokens are needed"
 )
@@ -75,6 +77,8 @@ def reading(result: Outcomes, cell: int = 0) -> list[str]:
     found, plain = result.recovery(cell), result.recovery(cell, against="unpatched")
     if math.isnan(plain.value):
         return ["nothing to recover: without a patch the recipient has the donor's logits at every counted step"]
+    if result.wrote_nothing(cell):
+        return [nothing_written(result, cell)]
     if result.trivial(cell):
         return ["the donor's last residual is written at every step: recovery is 1 by construction and proves nothing"]
     said = []
@@ -93,11 +97,28 @@ def reading(result: Outcomes, cell: int = 0) -> list[str]:
         )
     if result.find("re-rolled patched", cell) and result.find("re-roll", cell):
         again = result.recovery(cell, role="re-rolled patched", against="re-roll")
-        said.append(
-            f"with the recipient's sums re-rolled, the patch against no patch is {number(again)}: what that lacks of "
-            f"{plain.value:.2f} comes from the two paths' kernels rounding alike, not from what is written"
-        )
+        sentence = f"with the recipient's sums re-rolled, the patch against no patch is {number(again)}"
+        if loses(again, plain):
+            sentence += (
+                f": what that lacks of {plain.value:.2f} comes from the two paths' kernels rounding alike, not from what "
+                "is written"
+            )
+        said.append(sentence)
     return said
+
+
+def nothing_written(result: Outcomes, cell: int = 0) -> str:
+    """That a cell's patches had nothing new to write (see `Outcomes.wrote_nothing`), when, and what to do."""
+    steps = np.flatnonzero(result.counted(cell, "written").any(axis=0))
+    when = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+    sentence = f"nothing was changed: at {when} donor and recipient still held the same values there"
+    persistent = any(patch.schedule.last is None for patch in result.cells[cell].patches)
+    return sentence if persistent else f"{sentence}; patch a later step"
+
+
+def loses(rerolled: Recovery, plain: Recovery) -> bool:
+    """Whether there is a recovery against no patch at all, and re-rolled sums take some of it away."""
+    return bool(plain.value >= NOTICED and not plain.low <= 0 and rerolled.value < plain.value)
 
 
 def patch_dict(result: PatchResult) -> dict[str, Any]:
@@ -154,7 +175,11 @@ def sweep_summary(sweep: Sweep) -> str:
         lines.append(f"fewer than {MIN_PROMPTS} prompts: no cell can be told from {against} by more than its number")
     silent = [cell for cell in known["cell"] if _changes_nothing(sweep, cell)]
     if silent:
-        lines.append(f"{len(silent)} cells change no bit of the logits: what they write is what the recipient has")
+        idle = sum(sweep.wrote_nothing(cell) for cell in silent)
+        why = {0: "", len(silent): ": what they write is what the recipient has"}.get(
+            idle, f": what {idle} of them write is what the recipient has"
+        )
+        lines.append(f"{len(silent)} cells change no bit of the logits{why}")
     trivial = int(table["trivial"].sum())
     if trivial:
         lines.append(f"{trivial} left out, 1 by construction: the donor's last residual is written at every step")

@@ -16,7 +16,7 @@ from kvdrift.models.labels import Prompt
 from kvdrift.models.model import Model
 from kvdrift.paths.path import Path, Run, path_info
 from kvdrift.paths.sampling import greedy
-from kvdrift.tracing.finite import explain_nonfinite
+from kvdrift.tracing.finite import explain_nonfinite, leaves_finite
 from kvdrift.tracing.sites import GLOBAL_SITES, LOGITS, PATTERN
 from kvdrift.tracing.tap import Tap, Values
 from kvdrift.tracing.trace import Axes, Trace, free_memory
@@ -70,7 +70,7 @@ class Recording:
                 for number in range(n_steps):
                     self.tap.steps.clear()
                     step = run.step(tokens[-1] if number else None)
-                    if not step.logits.max() < torch.inf:  # NaN is not, either
+                    if leaves_finite(step.logits):
                         raise explain_nonfinite(self.model, tokens, run.attn)
                     if number == 0:
                         self._allocate(self.tap.steps, n_steps, n_prompt + n_steps - 1)

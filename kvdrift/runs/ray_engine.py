@@ -65,11 +65,11 @@ class RayEngine:
             from ray.util import ActorPool
 
             shared, environment = self._share(ray, make_worker)  # held here: a worker that died would take it along
-            actors = self._actors(ray, shared, environment, len(jobs))
+            actors = self._actors(ray, environment, len(jobs))
             try:
                 pool = ActorPool(actors)
                 for item in jobs.items():
-                    pool.submit(lambda actor, item: actor.work.remote(*item), item)
+                    pool.submit(lambda actor, item: actor.work.remote(*item, [shared]), item)
                 while pool.has_next():
                     try:
                         key, record, error = pool.get_next_unordered()
@@ -96,7 +96,7 @@ class RayEngine:
                 reason = str(error).strip().splitlines()[0]
                 raise InputError(f"This run cannot be sent to other processes: {reason}") from error
 
-    def _actors(self, ray: Any, shared: Any, environment: dict[str, Any], n_jobs: int) -> list[Any]:
+    def _actors(self, ray: Any, environment: dict[str, Any], n_jobs: int) -> list[Any]:
         kind, each = ("GPU", self.gpus) if self.gpus else ("CPU", self.threads)
         there = int(ray.cluster_resources().get(kind, 0))
         if there // each < (self.workers or 1):
@@ -114,7 +114,7 @@ class RayEngine:
             runtime_env={"env_vars": variables},
         )
         n_workers = min(self.workers or there // each, n_jobs)
-        return [actor.remote([shared], self.threads, environment) for _ in range(n_workers)]
+        return [actor.remote(self.threads, environment) for _ in range(n_workers)]
 
 
 class RayWorker:
@@ -122,37 +122,41 @@ class RayWorker:
 
     Parameters
     ----------
-    make_worker
-        A list of one: where the cluster keeps the function that makes the worker.
     threads
         CPU threads.
     environment
         `comparable` of the process that gives the work.
     """
 
-    def __init__(self, make_worker: list[Any], threads: int, environment: dict[str, Any]) -> None:
-        self._make_worker, self._environment = make_worker, environment
+    def __init__(self, threads: int, environment: dict[str, Any]) -> None:
+        self._environment = environment
         self._worker: Worker | None = None
         torch.set_num_threads(threads)
 
-    def work(self, key: str, job: Any) -> tuple[str, Mapping[str, Any] | None, Exception | None]:
-        """The key, and the record of the job or what it raised."""
+    def work(
+        self, key: str, job: Any, make_worker: list[Any]
+    ) -> tuple[str, Mapping[str, Any] | None, Exception | None]:
+        """The key, and the record of the job or what it raised.
+
+        ``make_worker`` is a list of one: where the cluster keeps the function that makes the worker. It comes with each
+        job, since Ray cannot promise a restarted worker what only its constructor was given.
+        """
         try:
             if self._worker is None:
-                self._worker = self._start()
+                self._worker = self._start(*make_worker)
             return key, self._worker(job), None
         except Exception as error:
             return key, None, _portable(error)
 
-    def _start(self) -> Worker:
+    def _start(self, make_worker: Any) -> Worker:
         here = comparable(bool(self._environment["gpu"]))
         if other := differences(here, self._environment):
             raise InputError(
                 f"A worker on {socket.gethostname()} is unlike this process (it differs in {other}), and their results "
                 "must not be mixed; use machines of one kind with one set of packages."
             )
-        (make_worker,) = _ray().get(self._make_worker)
-        return make_worker()
+        made: Worker = _ray().get(make_worker)()
+        return made
 
 
 def _ray() -> Any:
@@ -190,6 +194,7 @@ def _session(ray: Any, address: str | None, cpus: int) -> Iterator[None]:
             ray.init(**options)
     except Exception as error:  # Ray raises many kinds
         ray.shutdown()
+        _handle_sigterm(before)
         where = "on this machine" if address is None else f"at {address}"
         raise InputError(f"Cannot use a Ray cluster {where}: {str(error).strip().splitlines()[0]}") from error
     try:
@@ -197,8 +202,12 @@ def _session(ray: Any, address: str | None, cpus: int) -> Iterator[None]:
             yield
     finally:
         ray.shutdown()
-        with suppress(ValueError, TypeError):  # not the main thread, or not a handler of Python's
-            signal.signal(signal.SIGTERM, before)
+        _handle_sigterm(before)
+
+
+def _handle_sigterm(handler: Any) -> None:
+    with suppress(ValueError, TypeError):  # not the main thread, or not a handler of Python's
+        signal.signal(signal.SIGTERM, handler)
 
 
 def _check(address: str) -> None:

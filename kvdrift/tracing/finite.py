@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from kvdrift.errors import NonFiniteError
 from kvdrift.tracing.sites import BLOCK_SITES
@@ -15,6 +16,19 @@ if TYPE_CHECKING:
     from kvdrift.models.model import Model
 
 _ORDER = ("resid_pre", "q", "k", "v", "z", "attn_out", "resid_mid", "mlp_out", "resid_post")
+
+
+def leaves_finite(logits: Tensor) -> bool:
+    """Whether logits hold NaN or +inf; −inf rules a token out and is legal.
+
+    One pass over them: the largest is NaN if any is.
+
+    Examples
+    --------
+    >>> leaves_finite(torch.tensor([0.5, -torch.inf])), leaves_finite(torch.tensor([0.5, torch.nan]))
+    (False, True)
+    """
+    return not bool(logits.max() < torch.inf)
 
 
 def explain_nonfinite(model: Model, tokens: Sequence[int], attn: str | None = None) -> NonFiniteError:

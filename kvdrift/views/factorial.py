@@ -98,7 +98,7 @@ def factorial(factorial: Factorial, *, metric: str = "logit_l2", dark: bool = Fa
         "full recompute.",
     )
     lay_out(fig, title, dark=dark, height=600)
-    return fig.update_layout(margin={"t": fig.layout.margin.t + 24, "b": 100})
+    return fig.update_layout(margin={"t": fig.layout.margin.t + 40, "b": 100})
 
 
 def _equal(factorial: Factorial, pairs: tuple[str, ...]) -> str:
@@ -107,7 +107,7 @@ def _equal(factorial: Factorial, pairs: tuple[str, ...]) -> str:
         return "no step counts"
     shares = [_share(factorial, pair) for pair in pairs]
     both, ulp, kernel, state = (percent(share) for share in shares)
-    return f"equal bit for bit at: kernel {kernel}, K/V {state}, both {both}, placebo {ulp} of steps"
+    return f"bit for bit equal: kernel {kernel}, K/V {state},<br>both {both}, placebo {ulp} of steps"
 
 
 def _share(factorial: Factorial, pair: str) -> float:

@@ -122,7 +122,7 @@ def ladder(ladder: Ladder, *, reference: str | None = None, dark: bool = False) 
             x=0, xref="paper", xanchor="left", xshift=4, y=place, text=f"<i>{group}</i>", showarrow=False,
             font={"size": 12, "color": FLOOR_LINE},
         )  # fmt: skip
-    fig.update_xaxes(**axis.settings("bit-<br>identical"), title_text="KL(b‖a) in nats, mean over prompts")
+    fig.update_xaxes(**axis.settings("bit-<br>identical"), title_text="KL(b‖a) in nats, mean over prompts", tickangle=0)
     fig.update_layout(legend={"orientation": "h", "x": 0, "y": -70 / (ROW * bottom), "yanchor": "top"})
     n, steps = len(ladder.prompts), int(ladder.counted.sum())
     title = title_text(

@@ -31,6 +31,9 @@ def layer_step(
 ) -> go.Figure:
     """Heat map of one prompt's drift: step across, layer upwards, log10 colours.
 
+    Where the title names a source below the first coloured row, the two differ by a bit of that layer's attention or
+    MLP output that rounds away before it reaches the site shown; the title then names both layers.
+
     Parameters
     ----------
     drift

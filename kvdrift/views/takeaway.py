@@ -23,7 +23,7 @@ def growth(drift: Drift, site: str) -> str:
         if np.nanmax(np.nan_to_num(drift.values(site)[drift.counted])) > 0:
             return f"At {site} the median drift is zero at every layer: most steps are bit-identical"
         return f"Bit-identical: the two paths agree in every bit at {site}, in every layer and counted step"
-    start = _start(drift, shape.layers, shape.median)
+    start = _start(drift, site, shape.layers, shape.median)
     reached = "has no plateau"
     if found.plateau_layer is not None:
         layer = int(found.plateau_layer.value)
@@ -34,10 +34,17 @@ def growth(drift: Drift, site: str) -> str:
     return text
 
 
-def _start(drift: Drift, layers: np.ndarray, median: np.ndarray) -> str:
-    """Where drift begins: the source layer if local drift was measured, else the first nonzero median."""
+def _start(drift: Drift, site: str, layers: np.ndarray, median: np.ndarray) -> str:
+    """Where drift begins: the source layer if local drift was measured, else the first nonzero median.
+
+    The source can lie below the first layer that differs at the site shown: then both are said.
+    """
     if drift.has("resid_post", of="local"):
-        source = drift.onset("resid_post", n_boot=1).source_layer
+        onset = drift.onset("resid_post", n_boot=1)
+        source, shown = onset.source_layer, findings.shows_from(drift, site)
+        if source is not None and shown is not None and shown > source:
+            module = {"attn": "'s attention", "mlp": "'s MLP"}.get(onset.source_module or "", "")
+            return f"Drift starts in layer {source}{module}, shows at {site} from layer {shown} on"
         if source is not None:
             return f"Drift starts in layer {source}"
     nonzero = np.flatnonzero(median > 0)

@@ -25,8 +25,9 @@ FLOOR_LINE = "#8a929e"
 BOUNDARY = "#8a929e"
 SERIES = ("#2f7fd1", "#e08a2e", "#2e9e73", "#c9578f", "#8d6cc9", "#b59a00", "#19a3b8", "#d4552d")
 
-TITLE_WIDTH = 78  # characters at the title's size in a figure 900 px wide
-SUBTITLE_WIDTH = 128
+TITLE_WIDTH = 70  # characters at the title's size in a figure 850 px wide, as in JupyterLab
+SUBTITLE_WIDTH = 108
+NARROW = 700  # pixels: the narrowest plot, as in a notebook, whose dropdowns do not overlap
 LINE = 22  # pixels from one title line to the next
 
 
@@ -119,5 +120,5 @@ def _row(menus: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     for menu in menus:
         placed.append({"type": "dropdown", "direction": "down", "x": x, "xanchor": "left", "y": 1,
                        "yanchor": "bottom", "pad": {"b": 14, "r": 6}, **menu})  # fmt: skip
-        x += (max(len(button["label"]) for button in menu["buttons"]) * 7.2 + 44) / 1000
+        x += (max(len(button["label"]) for button in menu["buttons"]) * 7.2 + 44) / NARROW
     return placed

@@ -1,5 +1,6 @@
 """Metrics against references that share no code with them: exact fractions, 60-digit decimals, bit walking."""
 
+import inspect
 import math
 import struct
 from decimal import Decimal, localcontext
@@ -11,6 +12,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+import kvdrift as kd
 from kvdrift.drift.metrics import (
     LOGIT_METRICS,
     SITE_METRICS,
@@ -25,6 +27,30 @@ from kvdrift.errors import InputError
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INF, NAN = math.inf, math.nan
 few = settings(max_examples=60, deadline=None)
+
+
+# --- the module
+
+
+def test_the_module_is_public_and_lists_its_functions() -> None:
+    assert "metrics" in kd.__all__
+    public = {
+        name for name, f in inspect.getmembers(kd.metrics, inspect.isfunction) if f.__module__ == kd.metrics.__name__
+    }
+    public = {name for name in public if not name.startswith("_")}
+    assert public == {"site_metrics", "relative_l2", "logit_metrics", "kl_divergence", "logit_l2"}
+    assert all(f"- `{name}`" in kd.metrics.__doc__ for name in public)
+
+
+def test_the_reference_is_the_second_argument_except_of_kl_divergence() -> None:
+    a, b = torch.tensor([3.0, 0.0, 0.0]), torch.tensor([0.0, 0.0, 0.0])
+    q = 1 / 3  # softmax of b
+    log_p = a.double().log_softmax(-1)
+    kl = float(sum(q * (math.log(q) - float(x)) for x in log_p))
+    assert float(kd.metrics.logit_metrics(a, b)["kl"]) == pytest.approx(kl)
+    assert float(kd.metrics.kl_divergence(b, a)) == pytest.approx(kl)
+    assert float(kd.metrics.kl_divergence(a, b)) != pytest.approx(kl)
+    assert float(kd.metrics.relative_l2(a, b + 1)) == pytest.approx(math.sqrt(6) / math.sqrt(3))
 
 
 # --- references

@@ -391,6 +391,7 @@ def test_holm_leaves_untested_layers_out() -> None:
     got = holm([NAN, 0.01, NAN, 0.02])
     assert got[[1, 3]].tolist() == [0.02, 0.02]
     assert np.isnan(got[[0, 2]]).all()
+    assert np.isnan(holm([NAN])).tolist() == [True]
 
 
 def test_holm_input_errors() -> None:

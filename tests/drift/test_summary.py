@@ -185,6 +185,17 @@ def test_start_names_layer_and_module():
     assert summary.as_dict(drift)["onset_layer"] == 2
 
 
+def test_a_source_that_rounds_away_is_told_beside_the_layer_where_it_shows():
+    drift = make(level=(0.0, 0.0, 1e-2, 1e-2), local=(0.0, 0.0, 1e-3, 0.0))
+    drift.arrays["local/attn_out/rel_l2"] = np.broadcast_to([1e-3, 0.0, 0.0, 0.0], (2, 4, 4)).copy()
+    sentence = said(drift, "Drift starts in layer 0, in its attention")
+    assert "In the residual stream it shows from layer 2 on" in sentence
+    drift.arrays["drift/resid_post/rel_l2"][1, 2, 0] = 1e-3  # one cell is enough to show
+    assert "shows from" not in said(drift, "Drift starts in layer 0, in its attention")
+    del drift.arrays["drift/resid_post/rel_l2"], drift.arrays["layers/resid_post"]
+    assert findings.shows_from(drift) is None
+
+
 def test_start_without_local_drift_says_so():
     sentence = said(make(level=(0.0, 1e-2, 1e-2, 1e-2)), "Where drift starts was not measured")
     assert sentence.endswith("layer 1.")  # layer 0 differs at step 0 only

@@ -1,7 +1,5 @@
 """Tiny models that read and write words, and a task whose answers they can be asked for."""
 
-import gc
-
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -52,9 +50,8 @@ def single(word_model):
 
 @pytest.fixture
 def quick_statistics(monkeypatch):
-    """Intervals of few resamples, where no test reads them, and no garbage collection by statsmodels."""
+    """Intervals of few resamples, where no test reads them."""
     monkeypatch.setattr(statistics, "N_BOOTSTRAP", 99)
-    monkeypatch.setattr(gc, "collect", lambda *generation: 0)
 
 
 # --- results made by hand

@@ -307,16 +307,3 @@ class TestNullShare:
     def test_another_tail_is_refused(self):
         with pytest.raises(InputError, match="tail='low'"):
             s.null_share(0.0, [0.0], tail="low")
-
-
-@pytest.mark.parametrize(
-    ("ps", "adjusted"),
-    [
-        ([], []),
-        ([NAN], [NAN]),
-        ([0.01, 0.04, 0.03, 0.005], [0.03, 0.06, 0.06, 0.02]),
-        ([0.04, NAN, 0.5, 0.9], [0.12, NAN, 1.0, 1.0]),
-    ],
-)
-def test_holm_by_hand(ps, adjusted):
-    assert s.holm(ps) == pytest.approx(tuple(adjusted), nan_ok=True)

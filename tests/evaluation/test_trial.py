@@ -347,6 +347,23 @@ def test_logits_that_are_not_finite_raise(value, word_model, hooks):
     assert not hooks(model.hf)
 
 
+@pytest.mark.parametrize("scaled", ["mlp.down_proj", "self_attn.o_proj"])
+def test_an_overflow_of_float16_names_its_layer(scaled, word_model, hooks):
+    """As Gemma 3 does it: every weight is finite, the residual stream of one layer is not."""
+    model = word_model(torch.float16, family="gemma3")
+    layer = model.hf.model.layers[1]
+    with torch.no_grad():
+        for norm in (layer.post_attention_layernorm, layer.post_feedforward_layernorm):
+            norm.weight.fill_(60000.0)
+        weight = layer.get_submodule(scaled).weight
+        weight.copy_(weight.float() * (60000 / weight.float().abs().max()))
+    with pytest.raises(NonFiniteError, match=r"of layer 1: the largest finite value .*6\.55e\+04"):
+        record(model)
+    with pytest.raises(NonFiniteError, match="of layer 1"):
+        kd.record(model, IDS, max_new_tokens=2, progress=False)
+    assert not hooks(model.hf)
+
+
 def test_tokens_that_the_model_rules_out_are_no_fault(word_model):
     """Logits of minus infinity: some models mask part of their vocabulary."""
     model = word_model()

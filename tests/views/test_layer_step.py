@@ -107,3 +107,13 @@ def test_unknown_site_metric_prompt_are_refused(drift):
 def test_nothing_is_drawn_on_a_screen(drift, monkeypatch):
     monkeypatch.setattr("plotly.io.show", lambda *a, **k: pytest.fail("a view must not show itself"))
     layer_step(drift)
+
+
+def test_the_title_names_the_source_and_the_layer_from_which_it_shows(make_drift):
+    drift = make_drift(control=False)
+    assert "Drift starts in layer 2 and" in layer_step(drift).layout.title.text
+    drift.arrays["drift/resid_post/rel_l2"][..., :4] = 0.0
+    title = layer_step(drift).layout.title.text.replace("</b><br><b>", " ")
+    assert "Drift starts in layer 2's attention, shows at resid_post from layer 4 on and" in title
+    other = layer_step(drift, site="attn_out").layout.title.text
+    assert "Drift starts in layer 2 and" in other  # what differs there is in the figure

@@ -1,6 +1,6 @@
 """Draw the pictures of the gallery from real runs, with headless Chromium.
 
-    python docs/make_gallery.py              # all pictures, in about a quarter of an hour on two cores
+    python docs/make_gallery.py              # all pictures, in a good hour on two cores, most of it the evaluation
     python docs/make_gallery.py tokens       # only these; finished runs are kept in --runs and used again
 
 Needs Chromium (for example `apt-get install chromium`) and, once, the weights of the preset.
@@ -31,8 +31,8 @@ LAYERS = range(0, 30, 3)
 class Runs:
     """Each run, made once and kept in a folder."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, gsm8k: Path | None) -> None:
+        self.folder, self.gsm8k = folder, gsm8k
 
     @cached_property
     def model(self) -> Any:
@@ -50,14 +50,14 @@ class Runs:
         return self.kept(
             "drift",
             kd.Drift,
-            lambda: kd.compare(self.model, QUESTIONS[:2], chat=True, max_new_tokens=40, floor=2),
+            lambda: kd.compare(self.model, QUESTIONS[:2], chat=True, max_new_tokens=24, floor=2),
         )
 
     def patch(self) -> kd.PatchResult:
         return self.kept(
             "patch",
             kd.PatchResult,
-            lambda: kd.patch(self.model, QUESTIONS[:2], "kv", chat=True, max_new_tokens=40, placebos=1),
+            lambda: kd.patch(self.model, QUESTIONS[:2], "kv", chat=True, max_new_tokens=32, placebos=1),
         )
 
     def sweep(self) -> kd.Sweep:
@@ -95,16 +95,17 @@ class Runs:
         return result
 
     def evaluation(self) -> kd.Evaluation:
+        """The run of docs/evaluation.md."""
         return self.kept(
             "evaluation",
             kd.Evaluation,
             lambda: kd.evaluate(
                 self.model,
-                kd.JsonlTask([{"prompt": question} for question in QUESTIONS], chat=True, name="word problems"),
-                strategies=["greedy", "top-p 0.9 at 0.7"],
-                limit=4,
-                max_new_tokens=64,
-                null=2,
+                kd.GSM8K(self.gsm8k, gold="answer"),
+                strategies=["greedy", "top-k 50 at 0.7", "top-p 0.9 at 0.7"],
+                limit=20,
+                max_new_tokens=128,
+                null=9,
                 store=self.folder / "evaluation",
             ),
         )
@@ -123,6 +124,7 @@ PICTURES: dict[str, Callable[[Runs], Any]] = {
     "architectures": lambda runs: kd.views.architectures(runs.architecture()),
     "agreement": lambda runs: kd.views.agreement(runs.evaluation()),
     "answers": lambda runs: kd.views.answers(runs.evaluation()),
+    "accuracy": lambda runs: kd.views.accuracy(runs.evaluation()),
 }
 
 
@@ -130,6 +132,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Draw the pictures of the gallery.")
     parser.add_argument("names", nargs="*", help=f"Some of: {', '.join(PICTURES)}. All by default.")
     parser.add_argument("--runs", type=Path, default=Path("gallery-runs"), help="Where finished runs are kept.")
+    parser.add_argument("--gsm8k", type=Path, help="GSM8K's test split as JSON lines; fetched if left out.")
     options = parser.parse_args()
     unknown = set(options.names) - set(PICTURES)
     if unknown:
@@ -139,7 +142,7 @@ def main() -> None:
         sys.exit("This needs Chromium: install it, for example with `apt-get install chromium`.")
     options.runs.mkdir(parents=True, exist_ok=True)
     OUT.mkdir(exist_ok=True)
-    runs = Runs(options.runs)
+    runs = Runs(options.runs, options.gsm8k)
     for name in options.names or PICTURES:
         shoot(browser, PICTURES[name](runs), OUT / f"{name}.png")
 

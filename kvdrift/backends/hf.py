@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache
+from transformers.cache_utils import CacheLayerMixin
 
 from kvdrift.errors import ModelError
 
@@ -49,6 +51,11 @@ class HFBackend:
     def input_device(self) -> torch.device:
         """Where token ids go: the device of the input embeddings."""
         return self.module.get_input_embeddings().weight.device
+
+    @cached_property
+    def masks_past(self) -> bool:
+        """Whether an attention mask covers what the cache holds, too: not where no layer keeps tokens (Mamba)."""
+        return any(isinstance(layer, CacheLayerMixin) for layer in self.new_cache().layers)
 
     def new_cache(self) -> Cache:
         """An empty cache whose layers follow the model's config (sliding layers keep their window only)."""
@@ -96,7 +103,8 @@ class HFBackend:
         if self.takes_positions:
             arguments["position_ids"] = torch.arange(start, end, device=ids.device).clamp(min=0).unsqueeze(0)
         if left_padding:
-            arguments["attention_mask"] = (torch.arange(-left_padding, end, device=ids.device) >= 0).long().unsqueeze(0)
+            seen = -left_padding if self.masks_past else start
+            arguments["attention_mask"] = (torch.arange(seen, end, device=ids.device) >= 0).long().unsqueeze(0)
         if self.takes_logits_to_keep:
             arguments["logits_to_keep"] = 1
         return arguments

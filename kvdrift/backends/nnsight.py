@@ -75,13 +75,14 @@ class NNsightBackend(HFBackend):
     def arguments(
         self, ids: Int[Tensor, "1 new"], start: int, cache: Cache | None = None, left_padding: int = 0
     ) -> dict[str, Any]:
-        """The arguments of one pass, always with a mask over everything consumed so far.
+        """The arguments of one pass, always with a mask: over everything consumed so far if a cache keeps tokens.
 
         Where none is given nnsight adds one that covers the new tokens alone, which hides what the cache holds. A
         mask of ones changes no bit of what transformers computes without one.
         """
         arguments = super().arguments(ids, start, cache, left_padding)
-        arguments.setdefault("attention_mask", torch.ones((1, start + ids.shape[1]), dtype=torch.long).to(ids.device))
+        covered = ids.shape[1] + (start if self.masks_past else 0)
+        arguments.setdefault("attention_mask", torch.ones((1, covered), dtype=torch.long).to(ids.device))
         return arguments
 
     def call(self, arguments: dict[str, Any]) -> Any:

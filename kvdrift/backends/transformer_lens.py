@@ -107,8 +107,8 @@ class BridgeBackend(HFBackend):
 
     @property
     def driver(self) -> str:
-        """What runs the model, with its version."""
-        return f"transformer-lens {metadata.version('transformer-lens')}"
+        """What runs the model, with its version, and whether it is repaired."""
+        return f"transformer-lens {metadata.version('transformer-lens')}{', repaired' if self.repairs else ''}"
 
     @property
     def attn(self) -> str:

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from kvdrift.models.model import Model
 
 SHOWN = 3
-"""At most so many findings of one check are told; the rest is counted."""
+"""At most so many sentences are told of the findings of one check; the rest is counted."""
+LISTED = 6
+"""At most so many steps of one sentence are named; the rest is counted."""
 
 
 def decide(evidence: Evidence, model: Model, a: Path, b: Path) -> Verdict:
@@ -103,9 +105,10 @@ def _reasons(evidence: Evidence, kind: VerdictKind, told: Sequence[Finding]) -> 
     if told:
         for check in dict.fromkeys(finding.check for finding in told):
             same = [finding for finding in told if finding.check == check]
-            reasons += [f"{_sentence(finding)}" for finding in same[:SHOWN]]
-            if len(same) > SHOWN:
-                reasons.append(f"… and {len(same) - SHOWN} more findings of the same check.")
+            groups = _alike(same)
+            reasons += [_sentence(group) for group in groups[:SHOWN]]
+            if left := sum(map(len, groups[SHOWN:])):
+                reasons.append(f"… and {left} more finding{'s' * (left != 1)} of the same check.")
             for why in dict.fromkeys(finding.excuse.why for finding in same if finding.excuse is not None):
                 reasons.append(f"This is expected: {why}.")
     else:
@@ -155,9 +158,35 @@ def _clean(evidence: Evidence) -> list[str]:
     return reasons
 
 
-def _sentence(finding: Finding) -> str:
-    text = str(finding)
+def _alike(findings: Sequence[Finding]) -> list[list[Finding]]:
+    """Findings that say the same and differ by their step at most, together, in the order found."""
+    groups: dict[tuple[str | None, str], list[Finding]] = {}
+    for finding in findings:
+        case = None if finding.moment is None else finding.moment.case.name
+        groups.setdefault((case, finding.clause), []).append(finding)
+    return list(groups.values())
+
+
+def _sentence(alike: Sequence[Finding]) -> str:
+    """One sentence for findings that differ by their step at most."""
+    moments = {finding.moment.step: finding.moment for finding in alike if finding.moment is not None}
+    text = str(alike[0])
+    if len(moments) > 1:
+        tokens = [moment.position + 1 for moment in moments.values()]
+        name = next(iter(moments.values())).case.name
+        text = f"{name}, steps {_numbers(moments)} ({min(tokens)} to {max(tokens)} tokens): {alike[0].clause}"
     return f"{text[0].upper()}{text[1:]}."
+
+
+def _numbers(numbers: Iterable[int]) -> str:
+    """``3 and 5``; ``3, 5 and 9``; ``1 to 8`` where none between is missing; the first of many."""
+    found = sorted(numbers)
+    if len(found) > 2 and found[-1] - found[0] == len(found) - 1:
+        return f"{found[0]} to {found[-1]}"
+    said, left = found[:LISTED], len(found) - LISTED
+    if left > 0:
+        return f"{', '.join(map(str, said))} and {left} more"
+    return f"{', '.join(map(str, said[:-1]))} and {said[-1]}"
 
 
 NEXT: dict[VerdictKind, str] = {

@@ -48,10 +48,15 @@ class Finding:
     where: Where | None = None
     excuse: Excuse | None = None
 
+    @property
+    def clause(self) -> str:
+        """Path, place and what, without the moment."""
+        place = "" if self.where is None else f", {self.where}"
+        return f"{self.path}{place}: {self.what}"
+
     def __str__(self) -> str:
         when = "" if self.moment is None else f"{self.moment}: "
-        place = "" if self.where is None else f", {self.where}"
-        return f"{when}{self.path}{place}: {self.what}"
+        return f"{when}{self.clause}"
 
 
 @dataclass

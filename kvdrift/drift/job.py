@@ -167,6 +167,7 @@ class Job:
             "a": path_settings(self.a, self.model),
             "b": path_settings(self.b, self.model),
             "weights": [weights[id(m)] for m in models],
+            "driver": [m.backend.driver for m in models],
             "threads": torch.get_num_threads(),
             "software": provenance.collect()["software"],
             "plan": asdict(self.plan),

@@ -10,10 +10,12 @@ from functools import partial
 from pathlib import Path as FilePath
 from typing import Any
 
+import numpy as np
+import torch
 from tqdm.auto import tqdm
 
 from kvdrift import provenance
-from kvdrift.errors import InputError
+from kvdrift.errors import FileError, InputError
 from kvdrift.evaluation.cost import estimate
 from kvdrift.evaluation.gsm8k import GSM8K
 from kvdrift.evaluation.jsonl import JsonlTask
@@ -128,7 +130,7 @@ def evaluate(
         b=CacheOff() if b is None else check_path(b, "b"),
         strategies=_strategies(strategies),
         seeds=_seeds(seeds),
-        null=tuple(range(seed, seed + _at_least(null, 0, "null"))),
+        null=_replicates(seed, _at_least(null, 0, "null")),
         max_new_tokens=_at_least(max_new_tokens, 1, "max_new_tokens"),
         gold=gold,
         stop_at_divergence=stop_at_divergence,
@@ -138,7 +140,8 @@ def evaluate(
     run_on = engine_of(engine, workers=workers, threads=threads, address=address)
     settings = _settings(model, plan, run_on.threads)
     with Store(store, "evaluation", settings) as kept:
-        missing = {item.id: item for item in items if item.id not in kept.done}
+        found = {item.id: _record(kept, plan, item) for item in items if item.id in kept.done}
+        missing = {item.id: item for item in items if item.id not in found}
         if progress and missing:
             print(f"kvdrift: {_cost(model, plan, missing, prompts)}", file=sys.stderr)
         worker = _worker(model, plan, engine)
@@ -147,8 +150,9 @@ def evaluate(
         ) as bar:
             for key, record in run_on.run(worker, missing):
                 kept.add(key, record)
+                found[key] = ItemRecord.from_dict(kept.done[key])
                 bar.update()
-        records = tuple(ItemRecord.from_dict(kept.done[item.id]) for item in items)
+        records = tuple(found[item.id] for item in items)
     return _result(model, plan, records, settings)
 
 
@@ -158,15 +162,17 @@ def evaluate(
 def _task(model: Model, task: Any) -> Task:
     if isinstance(task, str) and task == "gsm8k":
         return GSM8K()
-    if isinstance(task, (str, FilePath)) and str(task).endswith((".jsonl", ".json")):
+    if isinstance(task, FilePath) or (isinstance(task, str) and task.endswith((".jsonl", ".json"))):
         return JsonlTask(task)
     if isinstance(task, str):
         raise InputError(f"There is no task {task!r}; give 'gsm8k', a file of JSON lines, prompts or a task object.")
-    if isinstance(task, (list, tuple)):
-        if task and all(isinstance(row, Mapping) for row in task):
+    if isinstance(task, (list, tuple, np.ndarray, torch.Tensor)):
+        if len(task) and all(isinstance(row, Mapping) for row in task):
             return JsonlTask(task)
         prompts, _ = as_prompts(task)
         return JsonlTask([{"prompt": _prompt(model, number, prompt)} for number, prompt in enumerate(prompts)])
+    if isinstance(task, type):
+        raise InputError(f"{task.__name__} is a class; give a task made with it, such as kd.JsonlTask('mine.jsonl').")
     missing = [name for name in ("name", "stop", "items", "score", "settings") if not hasattr(task, name)]
     if missing:
         raise InputError(
@@ -199,9 +205,16 @@ def _strategies(strategies: Any) -> tuple[Strategy, ...]:
 
 def _seeds(seeds: Sequence[int]) -> tuple[int, ...]:
     given = tuple(seeds) if isinstance(seeds, (list, tuple, range)) else (seeds,)
-    if not given or len(set(given)) < len(given) or not all(isinstance(x, int) for x in given):
+    whole = all(isinstance(x, int) and not isinstance(x, bool) for x in given)
+    if not given or not whole or len(set(given)) < len(given):
         raise InputError(f"seeds={seeds!r}: give whole numbers, each once.")
     return given
+
+
+def _replicates(seed: int, number: int) -> tuple[int, ...]:
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise InputError(f"seed={seed!r}: give a whole number.")
+    return tuple(range(seed, seed + number))
 
 
 def _at_least(value: int, least: int, name: str) -> int:
@@ -252,7 +265,11 @@ def _settings(model: Model, plan: Plan, threads: int) -> dict[str, Any]:
     with pinned(threads):
         here = comparable(any(each.device.type == "cuda" for each in models))
     settings = {
-        "model": {"name": model.name, "weights": [each.fingerprint for each in models]},
+        "model": {
+            "name": model.name,
+            "weights": [each.fingerprint for each in models],
+            "driver": [each.backend.driver for each in models],
+        },
         "a": path_settings(plan.a, model),
         "b": path_settings(plan.b, model),
         "task": {"name": plan.task.name, **plan.task.settings()},
@@ -266,6 +283,34 @@ def _settings(model: Model, plan: Plan, threads: int) -> dict[str, Any]:
     }
     as_json: dict[str, Any] = json.loads(json.dumps(settings))
     return as_json
+
+
+def _record(kept: Store, plan: Plan, item: Item) -> ItemRecord:
+    """The record of an item that was finished before.
+
+    Raises
+    ------
+    FileError
+        If it is not as an evaluation writes it.
+    """
+    try:
+        record = ItemRecord.from_dict(kept.done[item.id])
+        cells = [(strategy.label, seed) for strategy in plan.strategies for seed in plan.seeds]
+        answers = [answer for trial in record.trials for answer in (trial.a, trial.b, *trial.null)]
+        whole = (
+            record.item == item.id
+            and [(trial.strategy, trial.seed) for trial in record.trials] == cells
+            and all(len(trial.null) == len(plan.null) for trial in record.trials)
+            and all(isinstance(token, int) for answer in answers for token in answer.tokens)
+        )
+    except (KeyError, TypeError, ValueError, AttributeError):
+        whole = False
+    if not whole:
+        raise FileError(
+            f"The record of item {item.id!r} in {kept.folder} is not as an evaluation writes it, so the file was "
+            "changed; remove its line, and the item runs again."
+        )
+    return record
 
 
 def _cost(model: Model, plan: Plan, items: Mapping[str, Item], prompts: Mapping[str, tuple[list[int], int]]) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import inspect
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,6 +11,7 @@ from typing import Any
 
 from kvdrift.errors import FileError, InputError, KvdriftError
 from kvdrift.evaluation.task import Item, Scored, items_hash
+from kvdrift.provenance import identity
 
 Rows = str | os.PathLike[str] | Iterable[Mapping[str, Any] | str]
 Scorer = Callable[[str, Item], Scored | bool]
@@ -188,7 +187,7 @@ class JsonlTask:
 
     def settings(self) -> dict[str, Any]:
         """What decides items and scores: hashes of the items and of the scorer's source, the stop strings."""
-        return {"items": items_hash(self._items), "stop": list(self.stop), "scorer": _identity(self._scorer)}
+        return {"items": items_hash(self._items), "stop": list(self.stop), "scorer": identity(self._scorer)}
 
 
 def stop_strings(stop: Sequence[str]) -> tuple[str, ...]:
@@ -282,16 +281,6 @@ def _continuing(prompt: str | list[int], answer: str | None, chat: bool) -> str 
 
 def _normalised(text: str) -> str:
     return " ".join(text.casefold().split()).removesuffix(".")
-
-
-def _identity(scorer: Scorer) -> str:
-    """Name of a scorer with a hash of its source, where there is one to read."""
-    name = f"{getattr(scorer, '__module__', '?')}.{getattr(scorer, '__qualname__', type(scorer).__qualname__)}"
-    try:
-        source = inspect.getsource(scorer)
-    except (OSError, TypeError):
-        return name
-    return f"{name} {hashlib.sha256(source.encode()).hexdigest()[:16]}"
 
 
 def _short(value: object) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -96,9 +97,14 @@ class Evaluation:
 
     @cached_property
     def gold_null(self) -> tuple[float, ...]:
-        """The same of path a − its re-roll, ``[replicate]``."""
+        """The same of path a − its re-roll, ``[replicate]``; like it without items that both rule out."""
         golds = [record.gold for record in self.records if record.gold is not None]
-        return tuple(float(np.mean([g.a - g.null[r] for g in golds])) for r in range(self.replicates if golds else 0))
+        if not golds:
+            return ()
+        differences = _numbers("statistics").item_differences
+        a = [[gold.a] for gold in golds]
+        gaps = [differences(a, [[gold.null[r]] for gold in golds]) for r in range(self.replicates)]
+        return tuple(float(gap.mean()) if len(gap) else math.nan for gap in gaps)
 
     def overall(self, *others: Evaluation) -> Overall:
         """All conditions together, those of evaluations of other models over the same items too.

@@ -183,7 +183,8 @@ def item_differences(a: ArrayLike, b: ArrayLike) -> NDArray[np.float64]:
     x, y = _item_by_seed(a), _item_by_seed(b)
     if x.shape != y.shape:
         raise InputError(f"Pairs are needed, but a is {x.shape} and b is {y.shape} [item, seed].")
-    d = x - y
+    with np.errstate(invalid="ignore"):  # −inf on both sides: no difference that has a size
+        d = x - y
     known = ~np.isnan(d)
     counts = known.sum(axis=1)
     return np.where(known, d, 0).sum(axis=1)[counts > 0] / counts[counts > 0]

@@ -8,6 +8,7 @@ runs and two machines draw the same: where their tokens differ, their logits did
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from dataclasses import dataclass
 from functools import cached_property
@@ -129,7 +130,7 @@ class TopK:
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.k, int) or self.k < 1:
+        if not isinstance(self.k, int) or isinstance(self.k, bool) or self.k < 1:
             raise InputError(f"TopK(k={self.k!r}): give a whole number of at least 1.")
         _check_temperature(self.temperature)
 
@@ -159,7 +160,7 @@ class TopP:
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.p <= 1:
+        if not _is_number(self.p) or not 0 < self.p <= 1:
             raise InputError(f"TopP(p={self.p!r}): give a probability above 0 and at most 1.")
         _check_temperature(self.temperature)
 
@@ -246,6 +247,10 @@ def _exact(value: float) -> str:
     return repr(float(value)).removesuffix(".0")
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def _check_temperature(value: float) -> None:
-    if not value > 0:
+    if not _is_number(value) or not 0 < value < math.inf:
         raise InputError(f"temperature={value!r}: give a number above 0; for the limit at 0 use Greedy().")

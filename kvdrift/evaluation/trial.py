@@ -223,7 +223,7 @@ class ItemRunner:
             "tokens": tuple(text.tokens),
             "text": text.text,
             "answer": found.answer if found else None,
-            "correct": found.correct if found else None,
+            "correct": None if found is None or found.correct is None else bool(found.correct),
             "stop": text.stop,
         }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as hf_logging
 
 from kvdrift.backends.nnsight import NNsightBackend, is_nnsight
-from kvdrift.backends.transformer_lens import backend_of, is_bridge
+from kvdrift.backends.transformer_lens import backend_of, is_bridge, is_bridged
 from kvdrift.errors import InputError, ModelError
 from kvdrift.models import presets
 from kvdrift.models.model import Model
@@ -78,8 +79,12 @@ def load(
     >>> model.architecture.grouping
     'GQA'
     """
+    if device_map is not None and not isinstance(x, (str, Path)):
+        raise InputError(
+            f"device_map={device_map!r} is for a model that is loaded here, and this one is loaded already."
+        )
     if isinstance(x, Model):
-        return _unchanged(x, dtype, device, attn)
+        return _unchanged(_again(x, tokenizer, repair), dtype, device, attn)
     if is_nnsight(x):
         backend = NNsightBackend(x)
         own = backend.tokenizer if tokenizer is None else tokenizer
@@ -90,6 +95,11 @@ def load(
         if hasattr(x, "_orig_mod"):
             raise ModelError(
                 "A compiled model fuses the sites that kvdrift reads; give the uncompiled one (model._orig_mod)."
+            )
+        if is_bridged(x):
+            raise ModelError(
+                "A TransformerLens bridge has rebuilt this model in place; give the bridge itself, or load the model a "
+                "second time."
             )
         if not hasattr(x, "config") or not hasattr(x, "get_input_embeddings"):
             raise ModelError(f"{type(x).__name__} is not a transformers model; give a causal LM of transformers.")
@@ -103,6 +113,17 @@ def load(
     if not quiet:
         print(f"kvdrift: {model!r}", file=sys.stderr)
     return model
+
+
+def _again(model: Model, tokenizer: Any, repair: bool) -> Model:
+    """A model that was loaded before, with another tokenizer or without repair where that is asked for."""
+    if not repair:
+        model = model.as_it_is()
+    if tokenizer is None or tokenizer is model.tokenizer:
+        return model
+    other = Model(model.hf, tokenizer, model.name, model.backend)
+    other.source = None if model.source is None else replace(model.source, tokenizer=False)
+    return other
 
 
 def _from_bridge(

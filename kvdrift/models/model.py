@@ -185,6 +185,13 @@ class Model:
     def _encode_text(self, text: str, chat: bool) -> list[int]:
         if not text.strip():
             raise InputError("The prompt is empty; give at least one token or one character of text.")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InputError(
+                f"The prompt holds half of a surrogate pair at character {error.start}, which is no text; mend what "
+                "wrote it."
+            ) from error
         if self.tokenizer is None:
             raise InputError(
                 f"{self.name} has no tokenizer, so it cannot read text: give token ids, or kd.load(model, tokenizer=…)."

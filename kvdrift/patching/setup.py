@@ -81,6 +81,7 @@ class Setup:
             "recipient": asdict(self.recipient_info),
             "donor": asdict(self.donor_info),
             "weights": [model.fingerprint for model in dict.fromkeys(models)],
+            "driver": [model.backend.driver for model in dict.fromkeys(models)],
             "prompts": [prompt.ids for prompt in self.prompts],
             "tokens": self.follow,
             "lengths": self.lengths,

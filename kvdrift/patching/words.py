@@ -100,8 +100,8 @@ def reading(result: Outcomes, cell: int = 0) -> list[str]:
         sentence = f"with the recipient's sums re-rolled, the patch against no patch is {number(again)}"
         if loses(again, plain):
             sentence += (
-                f": what that lacks of {plain.value:.2f} comes from the two paths' kernels rounding alike, not from what "
-                "is written"
+                f": what that lacks of {plain.value:.2f} comes from the two paths' kernels rounding alike, not from "
+                "what is written"
             )
         said.append(sentence)
     return said
@@ -176,9 +176,8 @@ def sweep_summary(sweep: Sweep) -> str:
     silent = [cell for cell in known["cell"] if _changes_nothing(sweep, cell)]
     if silent:
         idle = sum(sweep.wrote_nothing(cell) for cell in silent)
-        why = {0: "", len(silent): ": what they write is what the recipient has"}.get(
-            idle, f": what {idle} of them write is what the recipient has"
-        )
+        who = "they" if idle == len(silent) else f"{idle} of them"
+        why = f": what {who} write is what the recipient has" if idle else ""
         lines.append(f"{len(silent)} cells change no bit of the logits{why}")
     trivial = int(table["trivial"].sum())
     if trivial:

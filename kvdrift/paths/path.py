@@ -12,6 +12,7 @@ from torch import Tensor
 from kvdrift.controls import Control
 from kvdrift.errors import InputError
 from kvdrift.models.labels import PathInfo
+from kvdrift.provenance import identity
 
 if TYPE_CHECKING:
     from kvdrift.models.model import Model
@@ -103,6 +104,11 @@ def check_path(path: Any, name: str) -> Path:
     if isinstance(path, type) or not callable(getattr(path, "start", None)):
         shown = path.__name__ if isinstance(path, type) else repr(path)
         raise InputError(f"{name}={shown} is no path; give an object, such as kd.CacheOn() or kd.CacheOff().")
+    if missing := [member for member in ("label", "model", "attn", "controls") if not hasattr(path, member)]:
+        raise InputError(
+            f"{name}={type(path).__name__} is no whole path: it lacks {', '.join(missing)}; see "
+            "kvdrift.paths.path.Path."
+        )
     return path
 
 
@@ -123,8 +129,8 @@ def path_settings(path: Path, model: Model) -> dict[str, Any]:
     own = {
         name: value
         for name, value in getattr(path, "__dict__", {}).items()
-        if isinstance(value, (int, str)) or value is None
+        if isinstance(value, (int, float, str)) or value is None
     }
-    made_by = getattr(getattr(path, "cache", None), "__qualname__", None)
-    described = {"type": type(path).__name__} | own | ({} if made_by is None else {"cache": made_by})
+    made_by = getattr(path, "cache", None)
+    described = {"type": type(path).__name__} | own | ({} if made_by is None else {"cache": identity(made_by)})
     return asdict(path_info(path, path.model or model)) | {"path": described}

@@ -104,10 +104,10 @@ def record(
     for ids, length in zip(encoded, lengths, strict=True):
         used.check_length(len(ids), length)
         _check_positions(positions, len(ids) + length - 1)
-    traces = []
+    traces, weights = [], used.fingerprint
     with tqdm(total=sum(lengths), desc="record", unit="step", disable=not progress) as bar:
         for prompt, ids, follow, length in zip(given, encoded, followed, lengths, strict=True):
-            recording = Recording(used, path, wanted, kept, positions, offload, memory_budget, progress)
+            recording = Recording(used, path, wanted, kept, positions, offload, memory_budget, progress, weights)
             traces.append(recording.run(used.label(prompt, ids), follow, length, bar))
     return traces if many else traces[0]
 

@@ -37,6 +37,8 @@ class Recording:
         Site → layers, or None for all.
     heads, positions, offload, memory_budget, progress
         As `kvdrift.record` takes them.
+    weights
+        The model's fingerprint, taken once for all prompts.
     """
 
     def __init__(
@@ -49,9 +51,10 @@ class Recording:
         offload: bool,
         memory_budget: int | None,
         progress: bool,
+        weights: str,
     ) -> None:
         self.model, self.path, self.offload = model, path, offload
-        self.memory_budget, self.progress = memory_budget, progress
+        self.memory_budget, self.progress, self.weights = memory_budget, progress, weights
         self.positions = positions
         where: Literal["current", "all"] = "current" if positions == "current" else "all"
         self.tap = Tap(model, wanted, where=where, kv_where=where, heads=heads, keep=True)
@@ -228,5 +231,5 @@ class Recording:
             prompt=prompt,
             fed=tuple(fed),
             architecture=self.model.architecture,
-            provenance=provenance.collect(self.model) | {"weights": self.model.fingerprint},
+            provenance=provenance.collect(self.model) | {"weights": self.weights},
         )

@@ -192,9 +192,11 @@ def _session(ray: Any, address: str | None, cpus: int) -> Iterator[None]:
     try:
         with _environ(QUIET):
             ray.init(**options)
-    except Exception as error:  # Ray raises many kinds
+    except BaseException as error:  # Ray raises many kinds, and takes long enough to be interrupted
         ray.shutdown()
         _handle_sigterm(before)
+        if not isinstance(error, Exception):
+            raise
         where = "on this machine" if address is None else f"at {address}"
         raise InputError(f"Cannot use a Ray cluster {where}: {str(error).strip().splitlines()[0]}") from error
     try:

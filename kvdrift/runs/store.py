@@ -218,6 +218,8 @@ def _records(file: Path, content: bytes) -> dict[str, dict[str, Any]]:
         try:
             entry = json.loads(line)
             key, record = entry["key"], dict(entry["record"])
+            if not isinstance(key, str):
+                raise TypeError(f"the key is {key!r}, which is no text")
         except (ValueError, KeyError, TypeError) as error:
             raise FileError(
                 f"Line {number} of {file} is no record, so the file was changed; remove that line or {ELSEWHERE}."

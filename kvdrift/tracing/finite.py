@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kvdrift.backends.transformer_lens import plain_name
 from kvdrift.errors import NonFiniteError
 from kvdrift.tracing.sites import BLOCK_SITES
 from kvdrift.tracing.tap import Tap
@@ -49,7 +50,7 @@ def explain_nonfinite(model: Model, tokens: Sequence[int], attn: str | None = No
         To be raised: names the weight that is not finite, or the layer and site where the first such value
         appeared with the largest finite value before it, and what to do.
     """
-    weight = next((name for name, w in model.hf.named_parameters() if not w.isfinite().all()), None)
+    weight = next((plain_name(name) for name, w in model.hf.named_parameters() if not w.isfinite().all()), None)
     if weight is not None:
         return NonFiniteError(
             f"The weights of {model.name} are broken: {weight} holds NaN or infinity; load them again, or in "

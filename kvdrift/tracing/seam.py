@@ -98,10 +98,16 @@ class _Registered:
     modules: frozenset[int]
 
 
+Chain = Callable[[AttentionCall], Output]
+
+
 @dataclass
 class _State:
+    """What is wrapped, which links are in place, and the chain of each module (by its id) that has called since."""
+
     tables: dict[int, _Table] = field(default_factory=dict)
     links: list[_Registered] = field(default_factory=list)
+    chains: dict[int, Chain] = field(default_factory=dict)
 
 
 _STATE = _State()
@@ -170,11 +176,13 @@ def seam(model: nn.Module, link: Link) -> Iterator[None]:
     for table in tables:
         _wrap(table)
     _STATE.links.append(registered)
+    _STATE.chains.clear()
     try:
         with transformer_lens.rerouted(model, _attend):
             yield
     finally:
         _STATE.links[:] = [other for other in _STATE.links if other is not registered]
+        _STATE.chains.clear()
         for table in tables:
             _unwrap(table)
 
@@ -230,12 +238,20 @@ def _attend(
     native: Callable[..., Output],
 ) -> Output:
     """Send one call through the links that watch its module."""
+    chain = _STATE.chains.get(id(module))
+    if chain is None:
+        chain = _STATE.chains[id(module)] = _chain(module)
+    return chain(AttentionCall(module, query, key, value, mask, kwargs, native))
+
+
+def _chain(module: nn.Module) -> Chain:
+    """The links that watch a module, one inside the other, around the native function."""
     links = sorted((r.link for r in _STATE.links if id(module) in r.modules), key=lambda link: link.order)
-    proceed: Callable[[AttentionCall], Output] = AttentionCall.execute
+    proceed: Chain = AttentionCall.execute
     for link in reversed(links):  # the last is the innermost; no closure that holds itself and the links' tensors
         proceed = partial(_through, link, proceed)
-    return proceed(AttentionCall(module, query, key, value, mask, kwargs, native))
+    return proceed
 
 
-def _through(link: Link, proceed: Callable[[AttentionCall], Output], call: AttentionCall) -> Output:
+def _through(link: Link, proceed: Chain, call: AttentionCall) -> Output:
     return link(call, proceed)

@@ -87,6 +87,7 @@ class Tap:
         self.where, self.kv_where = where, kv_where
         self.heads = None if heads is None else list(heads)
         self.copy, self.keep, self.scaled = copy, keep, scaled
+        self._seen = {site: frozenset(self.layers.get(site, ())) for site in (*HEAD_SITES, PATTERN)}
         self.enabled = True
         self.values: Values = {}
         self.steps: list[Values] = []
@@ -166,12 +167,12 @@ class Tap:
             return proceed(call)
         layer = self.model.layer_of[id(call.module)]
         for site, tensor in (("q", call.query), ("k", call.key), ("v", call.value)):
-            if layer in self.layers.get(site, ()):
+            if layer in self._seen[site]:
                 self._keep(site, layer, tensor)
         output = proceed(call)
-        if layer in self.layers.get("z", ()):
+        if layer in self._seen["z"]:
             self._keep("z", layer, output[0].transpose(1, 2))
-        if layer in self.layers.get(PATTERN, ()) and output[1] is not None:
+        if layer in self._seen[PATTERN] and output[1] is not None:
             self._keep(PATTERN, layer, output[1])
         return output
 

@@ -255,3 +255,10 @@ def test_nnsight_is_needed_by_its_users_alone(name, monkeypatch):
     spec.loader.exec_module(module)
     assert not is_nnsight(tiny("llama"))
     assert kd.load(tiny("llama"), quiet=True).coverage.sites
+
+
+@pytest.mark.parametrize("path", [kd.CacheOn(), kd.CacheOn(prefill_chunk=4), kd.CacheOff()], ids=str)
+def test_a_recurrent_model_gets_no_mask_over_what_it_consumed_before(path, same_bits):
+    plain, inside = kd.load(tiny("mamba"), quiet=True), kd.load(wrapped(tiny("mamba")), quiet=True)
+    options = {"path": path, "sites": ["logits"], "tokens": [1, 2, 3, 4, 5], "progress": False}
+    assert same_bits(*(kd.record(model, PROMPT, **options)["logits"] for model in (plain, inside)))

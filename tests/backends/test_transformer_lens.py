@@ -7,7 +7,7 @@ from transformers import DynamicCache
 
 import kvdrift as kd
 from kvdrift.backends.transformer_lens import attentions, repaired
-from kvdrift.errors import InputError, ModelError
+from kvdrift.errors import FileError, InputError, ModelError, NonFiniteError
 
 pytest.importorskip("transformer_lens")
 from transformer_lens.model_bridge.sources import build_bridge_from_module
@@ -301,3 +301,33 @@ def test_smollm2_has_the_bits_of_kvdrifts_own_hooks_and_the_bug_is_found():
     verdict = kd.diagnose(model, "The capital of France is", max_new_tokens=1, progress=False)
     assert verdict.kind == "bug"
     assert "cache update" in verdict.where.module
+
+
+# --- the same object in other hands
+
+
+def test_the_model_that_a_bridge_rebuilt_is_refused_without_its_bridge():
+    with pytest.raises(ModelError, match="has rebuilt this model in place; give the bridge itself"):
+        kd.load(bridge("llama").original_model)
+
+
+def test_loading_a_loaded_bridge_again_can_leave_the_repair_out():
+    model = bridged("llama")
+    assert kd.load(model, quiet=True) is model
+    assert kd.load(model, repair=False, quiet=True).backend.repairs is False
+    assert model.backend.repairs is True
+
+
+def test_what_a_repaired_and_an_unrepaired_bridge_keep_does_not_mix(tmp_path):
+    model = bridged("llama")
+    options = {"max_new_tokens": 3, "store": tmp_path, "progress": False}
+    kd.evaluate(model, [[1, 2, 3]], **options)
+    with pytest.raises(FileError, match=r"model\.driver\.0: transformer-lens .*, repaired there"):
+        kd.evaluate(model.as_it_is(), [[1, 2, 3]], **options)
+
+
+def test_broken_weights_are_named_as_transformers_names_them():
+    hf = tiny("llama")
+    hf.model.layers[1].mlp.down_proj.weight.data[0, 0] = torch.nan
+    with pytest.raises(NonFiniteError, match=r" model\.layers\.1\.mlp\.down_proj\.weight holds NaN"):
+        kd.evaluate(bridge_of(hf), [[1, 2, 3]], max_new_tokens=2, progress=False)

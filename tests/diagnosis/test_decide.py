@@ -97,11 +97,37 @@ def test_reasons_say_what_was_looked_at(tiny_model):
     assert text.startswith("EXACT")
     assert "All 11 distinct attention calls" in text
     assert "at all 7 steps" in text
-    bug = verdict(tiny_model, findings=[finding(step=step) for step in range(1, 9)], not_covered={1: "recurrent"})
+    bug = verdict(tiny_model, findings=[finding(layer=layer) for layer in range(2, 10)], not_covered={1: "recurrent"})
     assert "… and 5 more findings of the same check." in bug.reasons
     assert any("layers 1 (recurrent)" in reason for reason in bug.reasons)
     assert json.loads(json.dumps(bug.to_dict()))["where"]["layer"] == 2
     assert "<b>BUG" in bug._repr_html_()
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [
+        ((3,), "Short prompt, step 3 (8 tokens): cache-ON, "),
+        ((3, 5), "Short prompt, steps 3 and 5 (8 to 10 tokens): cache-ON, "),
+        ((3, 5, 9), "Short prompt, steps 3, 5 and 9 (8 to 14 tokens): cache-ON, "),
+        (range(1, 9), "Short prompt, steps 1 to 8 (6 to 13 tokens): cache-ON, "),
+        (range(1, 17, 2), "Short prompt, steps 1, 3, 5, 7, 9, 11 and 2 more (6 to 20 tokens): cache-ON, "),
+    ],
+)
+def test_findings_that_differ_by_their_step_are_one_reason(steps, said, tiny_model):
+    reasons = verdict(tiny_model, findings=[finding(step=step) for step in steps]).reasons
+    told = [reason for reason in reasons if "it differs" in reason]
+    assert len(told) == 1
+    assert told[0].startswith(said)
+    assert not any("more finding" in reason for reason in reasons)
+
+
+def test_findings_that_differ_by_more_stay_apart(tiny_model):
+    others = [finding(layer=3), finding(path="cache-OFF"), finding(name="left padding"), finding(step=2)]
+    reasons = verdict(tiny_model, findings=[finding(), *others]).reasons
+    told = [reason for reason in reasons if "it differs" in reason]
+    assert [reason.startswith("Short prompt, steps 1 and 2 (6 to 7 tokens)") for reason in told] == [True, False, False]
+    assert "… and 1 more finding of the same check." in reasons
 
 
 @pytest.mark.parametrize(

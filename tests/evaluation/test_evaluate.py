@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 import torch
+from transformers import DynamicCache
 
 import kvdrift as kd
 from kvdrift.errors import FileError, InputError, NonFiniteError
@@ -343,3 +344,109 @@ def test_the_cost_is_said_beforehand_and_nothing_else_is_printed(half, tmp_path,
     assert "items, at most" not in capfd.readouterr().err
     run(half, limit=1)
     assert capfd.readouterr() == ("", "")
+
+
+# --- records changed by hand, settings that must not mix
+
+
+def _without(record):
+    del record["gold"]
+
+
+def _other_item(record):
+    record["item"] = "q9"
+
+
+def _no_trials(record):
+    record["trials"] = []
+
+
+def _no_null(record):
+    record["trials"][0]["null"] = []
+
+
+def _words_for_tokens(record):
+    record["trials"][0]["a"]["tokens"] = ["x"]
+
+
+@pytest.mark.parametrize("change", [_without, _other_item, _no_trials, _no_null, _words_for_tokens])
+def test_a_record_changed_by_hand_is_one_sentence(change, half, tmp_path):
+    run(half, limit=2, store=tmp_path)
+    file = tmp_path / "records.jsonl"
+    first, *rest = file.read_text().splitlines(keepends=True)
+    entry = json.loads(first)
+    change(entry["record"])
+    file.write_text("".join([json.dumps(entry) + "\n", *rest]))
+    with pytest.raises(FileError, match=r"The record of item 'q0' in .* is not as an evaluation writes it"):
+        run(half, limit=3, store=tmp_path)
+    assert len(kept(tmp_path)) == 2, "nothing ran before it was found"
+
+
+class Scaled(kd.CacheOff):
+    """A path with a number of its own."""
+
+    def __init__(self, scale):
+        super().__init__()
+        object.__setattr__(self, "scale", scale)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "words"),
+    [
+        ({"b": Scaled(0.1)}, {"b": Scaled(0.2)}, r"b\.path\.scale: 0\.1 there, 0\.2 here"),
+        (
+            {"a": kd.CacheOn(cache=lambda: DynamicCache())},
+            {"a": kd.CacheOn(cache=lambda: DynamicCache(config=None))},
+            r"a\.path\.cache",
+        ),
+    ],
+)
+def test_paths_that_differ_in_a_number_or_a_function_do_not_mix(one, other, words, half, tmp_path):
+    run(half, limit=1, store=tmp_path, **one)
+    with pytest.raises(FileError, match=words):
+        run(half, limit=1, store=tmp_path, **other)
+
+
+class Half:
+    """A path that lacks members."""
+
+    label, model, attn = "half", None, None
+
+    def start(self, model, ids, controls=None):
+        return kd.CacheOff().start(model, ids, controls)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"b": Half()}, "b=Half is no whole path: it lacks controls"),
+        ({"seeds": np.arange(2)}, "seeds=.*: give whole numbers"),
+        ({"seeds": [[1]]}, "seeds=.*: give whole numbers"),
+        ({"seeds": [True]}, "seeds=.*: give whole numbers"),
+        ({"null": 1, "seed": "x"}, "seed='x': give a whole number"),
+        ({"task": kd.GSM8K}, "GSM8K is a class; give a task made with it"),
+    ],
+)
+def test_unlucky_arguments_are_one_sentence(changes, words, half):
+    with pytest.raises(InputError, match=words):
+        run(half, **changes)
+
+
+def test_a_tensor_of_ids_is_a_prompt_and_a_path_object_a_file(half, tmp_path):
+    ids = torch.tensor([1, 2, 3])
+    assert run(half, ids, null=0).records == run(half, [[1, 2, 3]], null=0).records
+    (tmp_path / "questions").write_text('{"prompt": [1, 2, 3]}\n')
+    assert run(half, tmp_path / "questions", null=0).records == run(half, ids, null=0).records
+
+
+def test_half_a_surrogate_pair_is_one_sentence(half, tmp_path):
+    (tmp_path / "q.jsonl").write_text(r'{"prompt": "\ud83d"}')
+    with pytest.raises(InputError, match="Item '0' of q: The prompt holds half of a surrogate pair"):
+        run(half, str(tmp_path / "q.jsonl"))
+
+
+def test_a_scorer_may_answer_with_numpy(half, tmp_path):
+    task = kd.JsonlTask(
+        [{"prompt": "w001 w002", "answer": "x"}], scorer=lambda text, item: Scored(text, np.bool_(True))
+    )
+    assert run(half, task, store=tmp_path).records[0].trials[0].a.correct is True

@@ -2,12 +2,14 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 import pytest
 
 from kvdrift.errors import FileError, InputError
+from kvdrift.evaluation.records import Gold
 from kvdrift.evaluation.result import Evaluation
 from kvdrift.evaluation.statistics import detectable_difference
 
@@ -214,6 +216,15 @@ def test_gold_that_is_ruled_out_survives(result, text, first_text, tmp_path):
     assert again.records[0].gold.a == -math.inf
     assert again.gold.value == -0.5  # there is no difference of two infinities
     json.dumps(again.to_dict(), allow_nan=False)
+
+
+def test_gold_that_every_path_rules_out_is_left_out_of_the_null_too(made_evaluation):
+    found = made_evaluation.evaluation(n_items=6, replicates=3)
+    ruled_out = [replace(r, gold=Gold(7, -math.inf, -math.inf, (-math.inf,) * 3)) for r in found.records[:2]]
+    mixed = replace(found, records=(*ruled_out, *found.records[2:]))
+    rest = replace(found, records=found.records[2:])
+    assert (mixed.gold_null, mixed.gold) == (rest.gold_null, rest.gold)
+    assert mixed.conditions[0].null.p_gold == rest.conditions[0].null.p_gold
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "edited"])

@@ -1,5 +1,7 @@
 """The paper's patching experiment: its table is what single patches give, its words are what the numbers carry."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -103,3 +105,24 @@ def test_bad_arguments_are_one_sentence(options, words, model):
 def test_a_folder_without_the_experiment_is_refused(tmp_path):
     with pytest.raises(FileError, match="no saved patching experiment"):
         PaperPatching.load(tmp_path)
+
+
+def test_a_one_shot_patch_that_wrote_nothing_is_named_and_not_judged(found):
+    sweep = found.on_from_off
+    labels = [cell.label for cell in sweep.cells]
+    arrays = {name: array.copy() for name, array in sweep.arrays.items()}
+    arrays["moved"] = np.where(np.isnan(arrays["moved"]), np.nan, 1.0)
+    for name in ("KV", "V"):
+        arrays["moved"][:, sweep.find("patched", labels.index(f"{name}, one-shot"))] *= 0.0
+    kv, residual = (sweep.find("patched", labels.index(f"{name}, one-shot")) for name in ("KV", "residual"))
+    arrays["unchanged"][:, kv], arrays["unchanged"][:, residual] = 1.0, 0.0
+    silent = PaperPatching(on_from_off=replace(sweep, arrays=arrays)).reading()
+    assert (
+        "ON ← OFF: KV, V once: nothing was changed: at step 2 donor and recipient still held the same values there; "
+        "patch a later step"
+    ) in silent
+    assert not any("paper" in line for line in silent)  # K/V were not tried
+    arrays["moved"] = np.where(np.isnan(arrays["moved"]), np.nan, 1.0)
+    tried = PaperPatching(on_from_off=replace(sweep, arrays=arrays)).reading()
+    assert not any("nothing was changed" in line for line in tried)
+    assert any("paper" in line for line in tried)

@@ -9,7 +9,7 @@ from transformers import BertConfig, BertForMaskedLM, T5Config, T5ForConditional
 
 import kvdrift as kd
 from kvdrift.errors import InputError, ModelError
-from kvdrift.models.load import _float16_if_finite
+from kvdrift.models.load import _float16_if_finite, load
 from kvdrift.models.model import Model
 from kvdrift.models.tiny import tiny
 
@@ -208,3 +208,12 @@ def test_float16_that_overflows_on_a_probe_becomes_bfloat16(tmp_path, capsys):
     assert "a model overflows in float16" in capsys.readouterr().err
     tiny("llama").save_pretrained(tmp_path)
     assert _float16_if_finite(fetch, "a model", quiet=False).dtype == torch.float16
+
+
+def test_a_loaded_model_takes_another_tokenizer_and_no_device_map(tiny_model):
+    model, tokenizer = tiny_model("llama"), object()
+    other = load(model, tokenizer=tokenizer, quiet=True)
+    assert (other.tokenizer, other.hf, model.tokenizer) == (tokenizer, model.hf, None)
+    for loaded in (model, model.hf):
+        with pytest.raises(InputError, match="device_map='auto' is for a model that is loaded here"):
+            load(loaded, device_map="auto", quiet=True)

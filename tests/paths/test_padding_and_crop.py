@@ -91,3 +91,10 @@ def test_keys_of_a_layer_without_a_cache_of_its_own_end_with_the_pass(tiny_model
     run.step(1)
     assert list(run.key_positions(99, 8)) == list(run.key_positions(0, 8)) == list(range(5, 13))
     assert list(run.key_positions(99, 64)) == list(range(-2, 62))  # the slots of a static cache
+
+
+def test_padding_is_not_counted_again_where_no_layer_keeps_tokens(tiny_model):
+    model = tiny_model("mamba")
+    options = {"sites": ["logits"], "tokens": [1, 2, 3, 4, 5], "progress": False}
+    padded = kd.record(model, PROMPT, path=kd.CacheOn(left_padding=3), **options)["logits"]
+    torch.testing.assert_close(padded, kd.record(model, PROMPT, **options)["logits"], rtol=1e-4, atol=1e-4)

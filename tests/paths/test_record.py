@@ -203,3 +203,15 @@ def test_an_overflow_of_the_head_alone_is_refused():
     for verb in (kd.record, kd.compare):
         with pytest.raises(NonFiniteError, match="logits that are not finite"):
             verb(hf, PROMPT, max_new_tokens=2, progress=False)
+
+
+def test_the_weights_are_fingerprinted_once_for_all_prompts(tiny_model, monkeypatch):
+    model, taken = tiny_model("llama"), []
+    own = type(model).fingerprint.fget
+    monkeypatch.setattr(type(model), "fingerprint", property(lambda self: taken.append(self) or own(self)))
+    traces = kd.record(model, [PROMPT, PROMPT[:3]], max_new_tokens=2, progress=False)
+    assert taken == [model]
+    assert [trace.provenance["weights"] for trace in traces] == [own(model)] * 2
+    other = kd.load(tiny("llama", seed=1), quiet=True)
+    path = kd.CacheOn(model=other)
+    assert kd.record(model, PROMPT, path=path, max_new_tokens=2, progress=False).provenance["weights"] == own(other)

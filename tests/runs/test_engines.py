@@ -146,6 +146,12 @@ def test_a_job_whose_worker_was_killed_is_done_by_its_successor(cluster, tmp_pat
     assert plain(found) == plain(engine("local", threads=1).run(squares(), JOBS))
 
 
+def test_what_a_restarted_worker_needs_does_not_come_with_its_constructor(cluster, capfd):
+    assert len(list(engine("ray", workers=1, threads=1).run(squares(), JOBS))) == len(JOBS)
+    said = "".join(capfd.readouterr())
+    assert "constructor arguments" not in said  # Ray's warning that a restart may fail
+
+
 def test_what_a_job_raises_comes_out_as_itself_and_finished_items_stay(cluster):
     found, kept = engine("ray", workers=1, threads=1).run(squares(fail=2), JOBS), []
     with pytest.raises(NonFiniteError) as raised:
@@ -155,13 +161,14 @@ def test_what_a_job_raises_comes_out_as_itself_and_finished_items_stay(cluster):
     assert kept == ["job 0", "job 1"]
 
 
-def worker(cluster, make_worker):
-    """What runs in each process of a cluster, here in this one."""
-    return RayWorker([cluster.put(make_worker)], torch.get_num_threads(), comparable(False))
+def work_on(cluster, make_worker, environment=None):
+    """What one job gives in a process of a cluster, here in this one."""
+    worker = RayWorker(torch.get_num_threads(), environment or comparable(False))
+    return worker.work("job", 1, [cluster.put(make_worker)])
 
 
 def test_a_fault_in_a_job_says_where_it_was(cluster):
-    key, record, error = worker(cluster, lambda: lambda job: {}["no such key"]).work("job", 1)
+    key, record, error = work_on(cluster, lambda: lambda job: {}["no such key"])
     assert (key, record, type(error)) == ("job", None, KeyError)
     assert "no such key" in error.__notes__[0]
     assert error.__notes__[0].startswith("In a worker:\nTraceback")
@@ -175,15 +182,14 @@ def test_an_error_that_cannot_travel_becomes_a_sentence(cluster):
     def work(job):
         raise Odd("this", "that")
 
-    _, _, error = worker(cluster, lambda: work).work("job", 1)
+    _, _, error = work_on(cluster, lambda: work)
     assert type(error) is KvdriftError
     assert str(error) == "Odd in a worker: this and that"
 
 
 def test_a_worker_unlike_the_driver_is_refused_by_name(cluster):
-    unlike = worker(cluster, squares())
-    unlike._environment = comparable(False) | {"hardware": comparable(False)["hardware"] | {"cpu": "Abacus 3000"}}
-    _, record, error = unlike.work("job", 1)
+    unlike = comparable(False) | {"hardware": comparable(False)["hardware"] | {"cpu": "Abacus 3000"}}
+    _, record, error = work_on(cluster, squares(), unlike)
     assert record is None
     assert isinstance(error, InputError)
     assert re.search(r"unlike this process .it differs in hardware\.cpu: .+ there, Abacus 3000 here.", str(error))
@@ -218,6 +224,25 @@ def silent():
         listening.bind(("127.0.0.1", 0))
         listening.listen()
         yield listening.getsockname()[1]
+
+
+def test_sigterm_is_handled_as_before_when_no_cluster_can_be_joined(monkeypatch):
+    ray = pytest.importorskip("ray")
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        monkeypatch.setattr(ray, "is_initialized", lambda: False)
+        monkeypatch.setattr(ray, "shutdown", lambda: None)
+
+        def init(**options):
+            signal.signal(signal.SIGTERM, lambda *_: None)
+            raise ConnectionError("nothing there")
+
+        monkeypatch.setattr(ray, "init", init)
+        with pytest.raises(InputError, match="Cannot use a Ray cluster"):
+            list(engine("ray", address="auto").run(squares(), JOBS))
+        assert signal.getsignal(signal.SIGTERM) == before
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.parametrize(

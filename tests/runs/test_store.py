@@ -319,3 +319,13 @@ def test_what_json_cannot_hold_is_refused_before_it_is_written(tmp_path):
             store.add("a", {"array": np.zeros(2)})
         store.add("a", {"array": [0.0]})
     assert Store.read(tmp_path)[1] == {"a": {"array": [0.0]}}
+
+
+@pytest.mark.parametrize("key", ["0", "[0]", "null"])
+def test_a_key_that_is_no_text_is_refused(key, tmp_path):
+    with Store(tmp_path, "demo", {}) as store:
+        store.add("a", {})
+    with (tmp_path / "records.jsonl").open("a") as file:
+        file.write(f'{{"key": {key}, "record": {{}}}}\n')
+    with pytest.raises(FileError, match=r"Line 2 of .* is no record"):
+        Store(tmp_path, "demo", {})

@@ -1,5 +1,9 @@
 """The attention seam: what links see, in which order, and that nothing stays behind."""
 
+import gc
+import weakref
+from contextlib import ExitStack
+
 import pytest
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -90,6 +94,37 @@ def test_nested_seams_leave_one_after_the_other(snapshot):
         model(IDS)
         assert (len(outer.calls), len(inner.calls)) == (8, 4)
     assert snapshot()
+
+
+def test_links_that_come_and_go_inside_a_pass_see_the_calls_that_follow():
+    model, log = tiny("llama", num_hidden_layers=4), []
+    inner, stack = Link(Order.WRITE, log, "inner"), ExitStack()
+
+    def enter_and_leave(call):
+        if call.module.layer_idx == 1:
+            stack.enter_context(seam(model, inner))
+        if call.module.layer_idx == 3:
+            stack.close()
+
+    outer = Link(Order.OBSERVE, log, "outer", act=enter_and_leave)
+    with seam(model, outer):
+        for _ in range(2):
+            model(IDS)
+            assert log == ["outer", "outer", "inner", "outer", "inner", "outer"]  # a call keeps the chain it began with
+            log.clear()
+    model(IDS)
+    assert log == []
+
+
+def test_nothing_of_a_link_is_held_when_it_has_left():
+    model, link = tiny("llama", num_hidden_layers=1), Link()
+    with seam(model, Link()):
+        with seam(model, link):
+            model(IDS)
+        left = weakref.ref(link)
+        del link
+        gc.collect()
+        assert left() is None
 
 
 def test_the_same_link_twice_leaves_once_at_a_time():

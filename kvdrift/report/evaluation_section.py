@@ -89,7 +89,7 @@ def tiles(result: Evaluation) -> list[Tile]:
         names = takeaway.path_names(result)
         found = [takeaway.direction(c, names)[0] for c in conditions]
         unknown = found.count(UNKNOWN)
-        ahead = len(found) - unknown - found.count("no direction")
+        ahead = len(found) - unknown - found.count("none shown")
         detail = f"strategies; cannot tell in {unknown}" if unknown else "strategies with a direction, after Holm"
         made.append(Tile("a direction in", f"{ahead} of {len(found)}", detail, "warn" if ahead else ""))
     if result.gold is not None:

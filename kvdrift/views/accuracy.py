@@ -294,7 +294,7 @@ def _words(
         _beside(fig, NULL_COLUMN, row, _verdict(one.verdict, one.detail, VERDICTS[one.verdict]))
         if answered:
             word, detail = takeaway.direction(condition, names)
-            colour = VERDICTS[UNKNOWN] if word in (UNKNOWN, "no direction") else NOT_FINITE
+            colour = VERDICTS[UNKNOWN] if word in (UNKNOWN, "none shown") else NOT_FINITE
             _beside(fig, DIRECTION_COLUMN, row, _verdict(word, detail, colour))
 
 

@@ -71,7 +71,7 @@ def direction(condition: Condition, names: tuple[str, str]) -> tuple[str, str]:
         return UNKNOWN, f"only {flips} answer{'s' * (flips != 1)} flipped" if flips else "no answer flipped"
     counted = f"flips {condition.only_a} : {condition.only_b}, {p_words(condition.p_holm)}"
     if condition.p_holm > ALPHA:
-        return "no direction", counted
+        return "none shown", counted
     return f"{names[condition.difference.value < 0]} ahead", counted
 
 
@@ -103,7 +103,7 @@ def accuracy(evaluation: Evaluation) -> str:
     ahead = [direction(condition, names)[0] for condition in conditions]
     n = len(conditions)
     unknown = ahead.count(UNKNOWN)
-    found = n - unknown - ahead.count("no direction")
+    found = n - unknown - ahead.count("none shown")
     rest = f" (in {unknown} too few answers flip to tell)" if unknown else ""
     known = [v for v in (_null(condition, "difference") for condition in conditions) if v != UNKNOWN]
     if not known:

@@ -80,12 +80,12 @@ def accuracy(evaluation: Evaluation, *, dark: bool = False) -> go.Figure:
     if answered:
         for trace in _accuracies(conditions, names):
             fig.add_trace(trace, row=1, col=1)
-        fig.update_xaxes(range=[-2, 102], ticksuffix=" %", title_text="share of right answers", row=1, col=1)
+        fig.update_xaxes(range=[-2, 102], ticksuffix=" %", title_text="share", row=1, col=1)
     column = 2 if answered else 1
     for trace in _against_null(held, conditions, answered, names):
         fig.add_trace(trace, row=1, col=column)
     span = _span(held, around_zero=answered)
-    what = f"← {names[1]} better   ·   percentage points   ·   {names[0]} better →"
+    what = f"← {names[1]} better · percentage points · {names[0]} better →"
     fig.update_xaxes(range=span, title_text=what if answered else "share of texts, %", row=1, col=column)
     if answered:
         fig.add_vline(x=0, line={"color": FLOOR_LINE, "width": 1}, layer="below", row=1, col=column)

@@ -50,10 +50,10 @@ def against_null(null: NullNumbers | None, p: float) -> tuple[str, str]:
     if null.refused:
         return UNKNOWN, "re-rolls refused"
     n = len(null.differences)
-    if n < FEWEST_REPLICATES:
-        return UNKNOWN, f"only {n} re-roll{'s' * (n != 1)}"
     if math.isnan(p):
         return UNKNOWN, "nothing was scored"
+    if n < FEWEST_REPLICATES and p <= 1 / (1 + n):
+        return UNKNOWN, f"beyond all of only {n} re-roll{'s' * (n != 1)}"
     return (OUT if p <= ALPHA else WITHIN), p_words(p)
 
 

@@ -114,8 +114,14 @@ def test_without_answers_the_rate_takes_its_place(made_evaluation):
 def test_several_seeds_and_one_item(made_evaluation):
     found = made_evaluation.evaluation(n_items=1, seeds=(0, 1), strategies=("greedy",), replicates=2)
     fig = accuracy(found)
-    assert "only 2 re-rolls" in beside(fig, 0)[0]
+    assert "as re-rolls do" in beside(fig, 0)[0]
     assert "2 seeds" in plain(fig)
+
+
+def test_beyond_a_few_re_rolls_is_no_verdict(made_evaluation):
+    (condition,) = made_evaluation.evaluation(strategies=("greedy",), replicates=2).conditions
+    assert takeaway_evaluation.against_null(condition.null, 1 / 3) == ("cannot tell", "beyond all of only 2 re-rolls")
+    assert takeaway_evaluation.against_null(condition.null, 2 / 3)[0] == "as re-rolls do"
 
 
 def test_the_gold_text_is_told(found):

@@ -55,7 +55,7 @@ class Plan:
 
 @dataclass
 class _Text:
-    """A text as it grows: its tokens and, of every step, a digest of the logits and how far the choice was ahead."""
+    """A text as it grows: its tokens, digests of the logits while they are compared, how far each choice was ahead."""
 
     tokens: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
@@ -142,7 +142,7 @@ class ItemRunner:
             for number, (strategy, seed) in enumerate(self._cells()):
                 run = start.fork()
                 try:
-                    other = None if others is None or not self.plan.stop_at_divergence else others[number]
+                    other = None if others is None else others[number]
                     texts.append(self._write(run, first, strategy.sampler(seed, item.id), ids, other))
                 finally:
                     run.close()
@@ -158,14 +158,20 @@ class ItemRunner:
         return texts, gold
 
     def _write(self, run: Run, logits: Tensor, choose: Decision, ids: list[int], other: _Text | None) -> _Text:
-        """Free running: the path feeds itself until its text ends."""
-        text = _Text()
+        """Free running: the path feeds itself until its text ends.
+
+        Beside ``other`` (path a's text) logits are digested only until they differ from its own, or the tokens do: what
+        comes later is never compared, and each digest costs a copy from the device.
+        """
+        text, comparing = _Text(), True
         while True:
             self._check(logits, [*ids, *text.tokens], run)
             step = len(text.tokens)
             scores = choose.scores(logits, step)
             text.tokens.append(token := int(scores.argmax()))
-            text.digests.append(_digest(logits))
+            if comparing:
+                text.digests.append(_digest(logits))
+                comparing = other is None or (text.digests[-1], token) == (other.digests[step], other.tokens[step])
             text.margins.append(_margin(scores))
             if self._ends(text, other):
                 return text
@@ -173,7 +179,8 @@ class ItemRunner:
 
     def _ends(self, text: _Text, other: _Text | None) -> bool:
         """Whether the text is finished; notes why, and what it says."""
-        if other is not None and text.tokens[-1] != other.tokens[len(text.tokens) - 1]:
+        watched = other if self.plan.stop_at_divergence else None
+        if watched is not None and text.tokens[-1] != watched.tokens[len(text.tokens) - 1]:
             text.stop = "diverged"
         elif text.tokens[-1] in self.model.eos_ids:
             text.stop = "eos"
@@ -234,8 +241,8 @@ class ItemRunner:
         """
         pairs = list(zip(a.tokens, text.tokens, strict=False))
         divergence = next((step for step, (x, y) in enumerate(pairs) if x != y), None)
-        alike = len(pairs) if divergence is None else divergence + 1
-        unequal = next((step for step in range(alike) if a.digests[step] != text.digests[step]), None)
+        digests = zip(a.digests, text.digests, strict=False)
+        unequal = next((step for step, (x, y) in enumerate(digests) if x != y), None)
         margins = None if divergence is None else (a.margins[divergence], text.margins[divergence])
         answer = self._answer(text, item, scored=not self.plan.stop_at_divergence)
         return Compared(**answer, divergence=divergence, unequal=unequal, margins=margins)

@@ -1,4 +1,4 @@
-"""The verbs of kvdrift at a terminal: what is for people goes to stderr, ``--json`` goes to stdout."""
+"""The verbs of kvdrift at a terminal: what was found goes to stdout, progress and refusals go to stderr."""
 
 from kvdrift.cli.app import main
 

@@ -1,7 +1,8 @@
-"""``python -m kvdrift.cli``."""
+"""``python -m kvdrift.cli``, the same as ``python -m kvdrift``."""
 
 import sys
 
-from kvdrift.cli.app import main
+from kvdrift.cli import main
 
-sys.exit(main())
+if __name__ == "__main__":
+    sys.exit(main())

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import errno
+import io
+import os
+import sys
 from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
 from kvdrift.cli import compare, demo, diagnose, evaluate, factorial, falsify, lab, models, patch, record, report, sweep
-from kvdrift.cli.console import INTERRUPTED, NOTHING_WRITTEN, Interrupted, complain
+from kvdrift.cli.console import INTERRUPTED, NOTHING_WRITTEN, Interrupted, ReaderGone, complain
 from kvdrift.errors import KvdriftError
+
+READER_GONE = 141
+"""What a shell reports for a command ended by SIGPIPE."""
 
 app = typer.Typer(
     name="kvdrift",
@@ -61,8 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns
     -------
     int
-        0, or 1 for a refused input or a failed run, 2 for wrong usage, 130 after Ctrl-C. Every refusal is one
-        sentence on stderr.
+        0, or 1 for a refused input or a failed run, 2 for wrong usage, 130 after Ctrl-C, 141 where the reader of the
+        output went away (``| head``). Every refusal is one sentence on stderr.
 
     Examples
     --------
@@ -70,11 +76,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     >>> main(["compare"])
     2
     """
+    _replace_what_cannot_be_written()
     try:
         return int(app(args=arguments, prog_name="kvdrift", standalone_mode=False) or 0)
     except KvdriftError as error:
         complain(str(error))
         return 1
+    except ReaderGone:
+        return _reader_gone()
     except Interrupted as stop:
         complain(str(stop))
         return INTERRUPTED
@@ -86,6 +95,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except Exception as error:
         return _end(error)
+
+
+def _replace_what_cannot_be_written() -> None:
+    """Where output is not UTF-8 (a pipe on Windows), a sign that it lacks becomes a question mark, not a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="replace")
+
+
+def _reader_gone() -> int:
+    """End without a word: nobody reads, and Python's own flush at the end must find an open file."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            os.dup2(nowhere, stream.fileno())
+        except (OSError, ValueError, AttributeError):  # it is no file, as in a notebook
+            continue
+    os.close(nowhere)
+    return READER_GONE
 
 
 def _end(error: Exception) -> int:

@@ -1,14 +1,18 @@
-"""What a person sees: plain text on stderr, never taken for markup."""
+"""What a person sees: what was found on stdout, everything else on stderr, and never taken for markup."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import typer
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from kvdrift.errors import FileError, InputError
@@ -16,15 +20,56 @@ from kvdrift.errors import FileError, InputError
 INTERRUPTED = 130
 NOTHING_WRITTEN = "Stopped; nothing was written."
 console = Console(stderr=True, highlight=False)
+results = Console(highlight=False)
 
 
 class Interrupted(Exception):
     """Ctrl-C, with a sentence about what is left."""
 
 
-def say(text: str, style: str = "") -> None:
-    """Print a line for a person; brackets in it are brackets."""
-    console.print(Text(text, style=style), soft_wrap=not console.is_terminal)
+class ReaderGone(Exception):
+    """Whatever read stdout went away, as ``head`` does."""
+
+
+def say(text: str) -> None:
+    """Tell a person on stderr what is going on; brackets in it are brackets."""
+    console.print(Text(text), soft_wrap=not console.is_terminal)
+
+
+def answer(text: str) -> None:
+    """Print what a verb found to stdout: fitted to a terminal, and into a file or a pipe as it is.
+
+    Called outside of `working`, which keeps stdout clean.
+    """
+    if results.is_terminal:
+        results.print(Text(text))
+    else:
+        _echo(text)
+
+
+def answer_json(value: Any) -> None:
+    """Print one JSON object, on one line of stdout."""
+    _echo(json.dumps(value, allow_nan=False))
+
+
+def answer_table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+    """Print a table to stdout: fitted to a terminal, and into a file or a pipe with no line broken or cut."""
+    if results.is_terminal:
+        table = Table(*header, box=None, pad_edge=False)
+        for row in rows:
+            table.add_row(*map(Text, row))
+        results.print(table)
+        return
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    for row in (header, *rows):
+        _echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _echo(text: str) -> None:
+    try:
+        typer.echo(text)  # which flushes
+    except BrokenPipeError:
+        raise ReaderGone from None
 
 
 def complain(text: str) -> None:

@@ -51,5 +51,4 @@ def demo(
             ),
         )
         written = write_report(out, drift)
-        console.say(drift.summary())
-        console.say(f"Wrote {written}: open it in a browser.", style="bold")
+    console.answer(f"{drift.summary()}\n\nWrote {written}: open it in a browser.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
@@ -46,11 +45,11 @@ def diagnose(
                 loaded, given, CacheOn(prefill_chunk=prefill_chunk), max_new_tokens=max_new_tokens, chat=chat,
                 generate=generate, seed=seed,
             )  # fmt: skip
-            if not as_json:
-                console.say(str(verdict))
     except KvdriftError as error:
         console.complain(str(error))
         raise typer.Exit(UNUSABLE) from error
     if as_json:
-        typer.echo(json.dumps(verdict.to_dict(), allow_nan=False))
+        console.answer_json(verdict.to_dict())
+    else:
+        console.answer(str(verdict))
     raise typer.Exit(verdict.exit_code)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
-from rich.table import Table
-from rich.text import Text
 
 from kvdrift.cli import console
 from kvdrift.errors import WeightsError
@@ -36,15 +33,14 @@ def list_presets(
             }
             for preset in PRESETS.values()
         ]
-        typer.echo(json.dumps(rows))
+        console.answer_json(rows)
         return
-    table = Table("name", "source", "cached", "what it is", box=None, pad_edge=False)
     words = {True: "yes", False: "no", None: "by the Hub"}
-    for preset in PRESETS.values():
-        about = f"{preset.description} ({preset.licence})"
-        cells = (preset.name, preset.source, words[cached[preset.name]], about)
-        table.add_row(*(Text(cell) for cell in cells))
-    console.console.print(table)
+    about = [
+        (preset.name, preset.source, words[cached[preset.name]], f"{preset.description} ({preset.licence})")
+        for preset in PRESETS.values()
+    ]
+    console.answer_table(("name", "source", "cached", "what it is"), about)
 
 
 @app.command()
@@ -58,7 +54,7 @@ def pull(name: Annotated[str, typer.Argument(help="A preset.", show_default=Fals
             presets.preset_folder(name)
         else:
             _pull_from_hub(preset.hub_id)
-    console.say(f"{name} is ready.")
+    console.answer(f"{name} is ready.")
 
 
 def _pull_from_hub(hub_id: str) -> None:
@@ -86,7 +82,9 @@ def show(
     with console.working():
         from kvdrift.models.load import load
 
-        loaded = load(model, dtype=dtype, attn=attn)  # prints the architecture
-        console.say(str(loaded.coverage))
+        loaded = load(model, dtype=dtype, attn=attn, quiet=True)
+        found = f"{loaded!r}\n{loaded.coverage}"
     if as_json:
-        typer.echo(json.dumps(loaded.architecture.to_dict()))
+        console.answer_json(loaded.architecture.to_dict())
+    else:
+        console.answer(found)

@@ -61,8 +61,8 @@ def record(
             chat=chat,
         )
         assert isinstance(traces, list), "a list of prompts gives a list of traces"
-        for trace, file in zip(traces, files, strict=True):
-            console.say(f"Saved {trace.save(file)}")
+        saved = [trace.save(file) for trace, file in zip(traces, files, strict=True)]
+    console.answer("\n".join(f"Saved {file}" for file in saved))
 
 
 def _positions(text: str) -> Literal["current", "all"] | list[int]:

@@ -24,4 +24,5 @@ def report(
         from kvdrift.report import load_result, write_report
 
         results = [load_result(file) for file in files]
-        console.say(f"Wrote {write_report(out, *results, title=title)}")
+        written = write_report(out, *results, title=title)
+    console.answer(f"Wrote {written}")

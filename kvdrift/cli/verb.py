@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
-
-import typer
 
 from kvdrift.cli import console
 from kvdrift.errors import InputError
@@ -79,7 +76,7 @@ def donor_and_recipient(recipient: Literal["on", "off"], prefill_chunk: int | No
 
 
 def deliver(result: Any, *, as_json: bool, save: Path | None, report: Path | None) -> None:
-    """Save a result, report it, and print it: its summary to stderr, or with ``--json`` one object to stdout.
+    """Save a result, report it, and print it to stdout: its summary, or with ``--json`` one object.
 
     Raises
     ------
@@ -93,7 +90,7 @@ def deliver(result: Any, *, as_json: bool, save: Path | None, report: Path | Non
             from kvdrift.report import write_report
 
             console.say(f"Wrote {write_report(report, result)}")
-        if not as_json:
-            console.say(result.summary())
     if as_json:
-        typer.echo(json.dumps(result.to_dict(), allow_nan=False))
+        console.answer_json(result.to_dict())
+    else:
+        console.answer(result.summary())

@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 
@@ -8,6 +9,34 @@ from kvdrift.cli import main
 from kvdrift.cli.command import command_line
 from kvdrift.drift import compare as comparing
 from kvdrift.drift.result import Drift
+
+
+@pytest.mark.parametrize("module", ["kvdrift", "kvdrift.cli"])
+def test_the_package_runs_as_a_module(module):
+    done = subprocess.run(
+        [sys.executable, "-m", module, "models", "list"], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "smollm2-135m" in done.stdout
+
+
+def test_a_reader_that_goes_away_gets_no_traceback():
+    """As ``| head``: the pipe is closed before a word is written."""
+    code = "import sys; from kvdrift.cli import main; sys.exit(main(['models', 'list']))"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as started:
+        started.stdout.close()
+        said = started.stderr.read().decode()
+        assert (started.wait(timeout=120), said) == (141, "")
+
+
+def test_output_that_lacks_a_sign_gets_another(tmp_path):
+    """As a pipe on Windows."""
+    done = subprocess.run(
+        [sys.executable, "-c", "from kvdrift.cli import main, console; main(['models', 'list']); console.answer('3 ≥ 2')"],
+        capture_output=True, text=True, timeout=120, check=False, env=os.environ | {"PYTHONIOENCODING": "cp1252"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("3 ? 2\n")
 
 
 def test_help_needs_no_torch():
@@ -60,16 +89,21 @@ def test_models_list(capsys):
     assert rows[0]["cached"] is False  # the cache folder is this test's own
     assert main(["models", "list"]) == 0
     captured = capsys.readouterr()
-    assert "smollm2-135m" in captured.err
-    assert captured.out == ""
+    header, *lines = captured.out.splitlines()
+    assert header.split() == ["name", "source", "cached", "what", "it", "is"]
+    assert [line.split()[0] for line in lines] == [row["name"] for row in rows]  # one line each, however long
+    assert all(line.endswith(f"({row['licence']})") for line, row in zip(lines, rows, strict=True))
+    assert captured.err == ""
 
 
 def test_models_show(folder, capsys):
     assert main(["models", "show", str(folder), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["model_type"] == "llama"
+    assert main(["models", "show", str(folder)]) == 0
     captured = capsys.readouterr()
-    assert json.loads(captured.out)["model_type"] == "llama"
-    assert "GQA" in captured.err
-    assert "resid_post" in captured.err
+    assert "GQA" in captured.out
+    assert "resid_post" in captured.out
+    assert captured.err == ""
 
 
 def test_models_pull_suggests(capsys):
@@ -88,7 +122,7 @@ def test_report_from_saved_drifts(folder, tmp_path, capsys):
     text = page.read_text(encoding="utf-8")
     assert "<title>Mine</title>" in text
     assert "kvdrift compare tiny-llama" in text
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr().out.endswith(f"Wrote {page}\n")
 
 
 @pytest.mark.parametrize("content", [None, b"", b"something else"])
@@ -105,9 +139,9 @@ def test_demo(folder, tmp_path, capsys):
     page = tmp_path / "demo.html"
     assert main(["demo", "--model", str(folder), "--quick", "--out", str(page)]) == 0
     captured = capsys.readouterr()
-    assert captured.out == ""
-    assert "demo.html" in captured.err
-    assert "In float32, on the same tokens" in captured.err
+    assert "demo.html" in captured.out
+    assert "In float32, on the same tokens" in captured.out
+    assert "Wrote" not in captured.err
     assert "kvdrift demo --model tiny-llama --quick" in page.read_text(encoding="utf-8")
 
 

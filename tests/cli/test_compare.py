@@ -33,11 +33,14 @@ def test_json_is_all_there_is_on_stdout(folder, capsys):
     assert "tiny-llama" in captured.err
 
 
-def test_without_json_stdout_is_empty_and_the_reading_is_on_stderr(folder, capsys):
-    assert main(["compare", str(folder), "--prompt", "one two", *QUICK]) == 0
+def test_without_json_the_reading_is_all_there_is_on_stdout(folder, tmp_path, capsys):
+    saved = tmp_path / "d.safetensors"
+    assert main(["compare", str(folder), "--prompt", "one two", *QUICK, "--save", str(saved)]) == 0
     captured = capsys.readouterr()
-    assert captured.out == ""
-    assert "there is no rounding floor" in captured.err
+    assert captured.out == f"{Drift.load(saved).summary()}\n"
+    assert "there is no rounding floor" in " ".join(captured.out.split())
+    assert str(saved) in captured.err
+    assert "rounding floor" not in captured.err
 
 
 def test_json_equals_the_saved_drift(folder, tmp_path, capsys):

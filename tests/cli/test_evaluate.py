@@ -34,8 +34,8 @@ def test_the_folder_holds_store_result_report_and_table(asked, tmp_path, capsys)
     strategies = ["--strategy", "greedy", "--strategy", "top-p 0.9 at 0.7"]
     assert main([*asked, *strategies, "--null", "1", "--out", str(out)]) == 0
     captured = capsys.readouterr()
-    assert captured.out == ""
-    assert "3 items × 2 strategies, at most 3 tokens, 1 re-roll" in captured.err
+    assert captured.out == f"{Evaluation.load(out / 'evaluation.safetensors').summary()}\n"
+    assert "3 items × 2 strategies, at most 3 tokens, 1 re-roll" in captured.out
     assert "Traceback" not in captured.err
     visible = sorted(path.name for path in out.iterdir() if not path.name.startswith("."))
     assert visible == ["evaluation.safetensors", "records.jsonl", "report.html", "settings.json", "trials.parquet"]
@@ -67,7 +67,7 @@ def test_without_a_folder_nothing_is_written(asked, tmp_path, monkeypatch, capsy
     before = sorted(tmp_path.rglob("*"))
     assert main(asked) == 0
     assert sorted(tmp_path.rglob("*")) == before
-    assert "greedy" in capsys.readouterr().err
+    assert "greedy" in capsys.readouterr().out
 
 
 def test_gsm8k_from_a_file(folder, tmp_path, capsys):

@@ -16,8 +16,8 @@ def test_one_prompt_one_file(folder, tmp_path, capsys):
     with pytest.raises(Exception, match="v"):
         trace["v"]
     captured = capsys.readouterr()
-    assert captured.out == ""
-    assert "run.safetensors" in captured.err
+    assert captured.out == f"Saved {file}\n"
+    assert "run.safetensors" not in captured.err
 
 
 def test_several_prompts_are_numbered(folder, tmp_path):

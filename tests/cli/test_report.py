@@ -20,7 +20,7 @@ def test_any_mix_of_saved_results(tmp_path, tiny_model, capsys):
     text = page.read_text(encoding="utf-8")
     for name in ("result-1-growth", "result-2-recovery", "result-3-factorial"):
         assert f'id="{name}-data"' in text
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr().out == f"Wrote {page}\n"
 
 
 def test_a_trace_is_refused(tmp_path, capsys):

@@ -4,6 +4,9 @@ Each message says what was given, what was expected and what to do about it, in 
 shown to a person as it is: the command line prints it without a traceback.
 """
 
+import os
+import traceback
+
 
 class KvdriftError(Exception):
     """Base of every error that kvdrift raises on purpose."""
@@ -46,3 +49,40 @@ class MemoryBudgetError(KvdriftError, MemoryError):
 
 class FileError(KvdriftError, OSError):
     """A file cannot be written, or is truncated, edited or of another schema."""
+
+
+class InternalError(KvdriftError):
+    """kvdrift itself failed, where the model by itself runs: a fault of kvdrift, to be reported.
+
+    The error that happened is its cause (``raise … from error``).
+
+    Examples
+    --------
+    >>> print(InternalError.of(IndexError("list index out of range"), "while it watched tiny-llama"))
+    kvdrift itself failed while it watched tiny-llama (IndexError: list index out of range); this is a fault of \
+kvdrift and says nothing about the model: please report this sentence with the model's class and configuration.
+    """
+
+    @classmethod
+    def of(cls, error: BaseException, when: str) -> "InternalError":
+        """The sentence about ``error``, with the line of code that raised it where there is one."""
+        return cls(
+            f"kvdrift itself failed {when} ({type(error).__name__}: {one_line(error)}{_raised_at(error)}); this is a "
+            "fault of kvdrift and says nothing about the model: please report this sentence with the model's class "
+            "and configuration."
+        )
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says, on one line and without a full stop."""
+    return " ".join(str(error).split()).rstrip(".")
+
+
+def _raised_at(error: BaseException) -> str:
+    """The innermost line of kvdrift's own code that an error passed; empty if it passed none."""
+    package, found = os.path.dirname(__file__), ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        path = frame.f_code.co_filename
+        if path.startswith(package + os.sep):
+            found = f", at kvdrift/{os.path.relpath(path, package)}:{line}"
+    return found

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from kvdrift.paths.cache_off import CacheOff
 from kvdrift.paths.cache_on import CacheOn
 from kvdrift.paths.path import Path
 
@@ -24,6 +25,21 @@ COST_LIMIT = {"cpu": 3e11, "cuda": 3e13}
 """Above so many parameters × tokens, a case runs on a tiny twin of the model."""
 
 
+class Pass(NamedTuple):
+    """A forward pass after the prompt.
+
+    Attributes
+    ----------
+    n_tokens
+        How many tokens it consumes.
+    taken_back
+        How many of the latest tokens are forgotten after it, as drafted ones are that were rejected.
+    """
+
+    n_tokens: int = 1
+    taken_back: int = 0
+
+
 @dataclass(frozen=True)
 class Case:
     """One prompt, run in one manner.
@@ -35,13 +51,13 @@ class Case:
     prompt
         Token ids.
     feed
-        Token ids consumed one by one after the prompt; None for ``steps`` tokens that path a chooses greedily.
+        Token ids consumed after the prompt; None for ``steps`` tokens that path a chooses greedily.
     steps
         How many tokens are consumed after the prompt.
     a
         The path under test in the manner of this case (in chunks, left-padded).
-    crop
-        ``(step, n)``: after so many fed tokens the last n are forgotten, and the rest is fed in their place.
+    passes
+        In which passes they are consumed, and what is taken back between; one by one and nothing by default.
     manner
         The circumstance in which this case alone can show a fault, as a verdict words it; None for a plain run.
     switch
@@ -53,7 +69,7 @@ class Case:
     feed: tuple[int, ...] | None
     steps: int
     a: Path
-    crop: tuple[int, int] | None = None
+    passes: tuple[Pass, ...] = ()
     manner: str | None = None
     switch: int | None = None
 
@@ -70,7 +86,21 @@ class Case:
     @property
     def n_tokens(self) -> int:
         """The longest sequence that the case reaches."""
-        return len(self.prompt) + self.steps
+        longest = length = len(self.prompt)
+        for one in self.schedule:
+            longest = max(longest, length + one.n_tokens)
+            length += one.n_tokens - one.taken_back
+        return longest
+
+    @property
+    def schedule(self) -> tuple[Pass, ...]:
+        """The passes after the prompt."""
+        return self.passes or (Pass(),) * self.steps
+
+    @property
+    def crops(self) -> bool:
+        """Whether tokens are taken back."""
+        return any(one.taken_back for one in self.schedule)
 
 
 def default_cases(model: Model, a: Path, seed: int = 0) -> list[Case]:
@@ -112,6 +142,28 @@ def lengths(model: Model, a: Path, seed: int = 0) -> list[Case]:
     if switch is not None:
         cases.append(replace(make.case("around the RoPE switch", max(switch - 2, 1), 4), switch=switch))
     return cases
+
+
+def left_out(model: Model, a: Path) -> dict[str, str]:
+    """Manners that this path cannot be run in → why, so that a verdict says nothing about them.
+
+    Examples
+    --------
+    >>> import kvdrift as kd
+    >>> left_out(kd.load(kd.models.tiny("llama"), quiet=True), kd.CacheOff())
+    {'chunked prefill': 'cache-OFF has no cache', 'left padding': 'cache-OFF has no cache', 'crop': 'cache-OFF has \
+no cache'}
+    """
+    if not isinstance(a, CacheOn):
+        why = f"{a.label} has no cache" if isinstance(a, CacheOff) else f"{a.label} takes no such arguments"
+        return dict.fromkeys(("chunked prefill", "left padding", "crop"), why)
+    make = _Maker(model, a, 0)
+    refused = {}
+    if not make.padded:
+        refused["left padding"] = "the model has no positions that count from the first real token"
+    if not make.croppable:
+        refused["crop"] = "the cache cannot be cropped"
+    return refused
 
 
 def too_costly(model: Model, case: Case, share: float = 1) -> bool:
@@ -156,6 +208,15 @@ def rope_parameters(config: Any) -> Iterator[dict[str, Any]]:
     yield from nested or [given]
 
 
+CROP_AND_CONTINUE = (Pass(), Pass(), Pass(), Pass(taken_back=3), Pass(), Pass(), Pass())
+"""Four tokens, three of which are taken back, and three others in their place."""
+
+
+def _croppable(model: Model, a: CacheOn) -> bool:
+    """Whether an empty cache of this path says that it can be cropped; one that says nothing can."""
+    return bool(getattr(a.cache() if a.cache is not None else model.backend.new_cache(), "is_croppable", True))
+
+
 class _Maker:
     """Makes cases of seeded random tokens."""
 
@@ -166,7 +227,7 @@ class _Maker:
         placed = model.backend.takes_positions or model.architecture.positional == "alibi"
         blocks = any("compressed" in info.attention for info in model.architecture.layers)  # counted from the padding
         self.padded = model.architecture.n_heads > 0 and placed and not blocks
-        self.croppable = isinstance(a, CacheOn) and (a.cache is not None or model.backend.new_cache().is_croppable)
+        self.croppable = isinstance(a, CacheOn) and _croppable(model, a)
         self._generator = torch.Generator().manual_seed(seed)
 
     def tokens(self, n: int) -> tuple[int, ...]:
@@ -196,7 +257,7 @@ class _Maker:
             if near != prompt:
                 cases.append(Case("left padding beyond a window", prompt, feed[:2], 2, padded, manner=PADDED))
         if self.croppable:
-            cases.append(Case("crop and continue", prompt, feed, 7, self.a, (4, 3), CROPPED))
+            cases.append(Case("crop and continue", prompt, feed, 7, self.a, CROP_AND_CONTINUE, CROPPED))
         return cases
 
     def window(self, window: int) -> list[Case]:
@@ -211,5 +272,5 @@ class _Maker:
             cases.append(replace(case, manner=CHUNKED))
         if self.croppable:
             case = self.case(f"crop beyond the window of {window}", window + 2, 7)
-            cases.append(replace(case, crop=(4, 3), manner=CROPPED))
+            cases.append(replace(case, passes=CROP_AND_CONTINUE, manner=CROPPED))
         return cases

@@ -20,11 +20,16 @@ LISTED = 6
 """At most so many steps of one sentence are named; the rest is counted."""
 
 
+FACTS = ("crash", "stale", "unfilled", "visibility", "witness", "past")
+"""Checks that look at one path by itself, and so name the one that is wrong."""
+
+
 def decide(evidence: Evidence, model: Model, a: Path, b: Path) -> Verdict:
     """Conclude.
 
-    NaN comes first, since nothing can be compared then. What a call reads is exact whatever the arithmetic, so a
-    misread or a stale cache convicts before the repeats are looked at; everything else only convicts if the paths
+    NaN comes first, since nothing can be compared then. A path that raises where the other one runs, and what a call
+    reads, are facts whatever the arithmetic, so a crash, a misread or a stale cache convicts before the repeats are
+    looked at; everything else only convicts if the paths
     repeat themselves and the control passed its own test.
 
     Parameters
@@ -49,13 +54,14 @@ def decide(evidence: Evidence, model: Model, a: Path, b: Path) -> Verdict:
         signature=signature(told, model.architecture),
         wrong=wrong,
         suggestion=_suggestion(kind, where, wrong, told),
+        not_examined=tuple(_together(evidence.not_examined)),
     )
 
 
 def _kind(evidence: Evidence, faults: Sequence[Finding]) -> VerdictKind:
     if evidence.nonfinite is not None:
         return "nonfinite"
-    if any(finding.check in ("stale", "unfilled", "visibility") for finding in faults):
+    if any(finding.check in ("crash", "stale", "unfilled", "visibility") for finding in faults):
         return "bug"
     if evidence.repeats:
         return "nondeterministic"
@@ -83,7 +89,7 @@ def _where(findings: Sequence[Finding]) -> Where | None:
 
 def _wrong(findings: Sequence[Finding], evidence: Evidence, a: Path, b: Path) -> Literal["a", "b"] | None:
     """Which path is wrong: the one whose call was convicted, or the one that a third computation leaves alone."""
-    seen = {f.path for f in findings if f.check in ("stale", "unfilled", "visibility", "witness", "past")}
+    seen = {f.path for f in findings if f.check in FACTS}
     if seen and a.label != b.label:
         if seen == {a.label}:
             return "a"
@@ -99,7 +105,7 @@ def _reasons(evidence: Evidence, kind: VerdictKind, told: Sequence[Finding]) -> 
         return [evidence.nonfinite[0], *evidence.notes]
     if evidence.repeats:
         reasons.append(f"Run again over the same tokens, {' and '.join(evidence.repeats)} gave other bits.")
-    elif not any(finding.check == "stale" for finding in told):
+    elif evidence.counts.get("repeats"):
         reasons.append("Each path repeats itself in every bit.")
     reasons += [f"The control failed its self-test: {failure}." for failure in evidence.self_test[:SHOWN]]
     if told:
@@ -128,6 +134,14 @@ def _reasons(evidence: Evidence, kind: VerdictKind, told: Sequence[Finding]) -> 
         reasons.append(f"In float64 the paths differ by at most {error:.1g} of the largest logit.")
     unread = [f"{sentence} (layers {_layers(layers)})." for sentence, layers in evidence.unread.items()]
     return [*reasons, *evidence.notes, *unread]
+
+
+def _together(reasons: dict[str, str]) -> list[str]:
+    """Cases that were left out, those with one reason together."""
+    names: dict[str, list[str]] = {}
+    for name, why in reasons.items():
+        names.setdefault(why, []).append(name)
+    return [f"{', '.join(cases)}: {why}." for why, cases in names.items()]
 
 
 def _layers(layers: Iterable[int]) -> str:
@@ -204,6 +218,10 @@ def _suggestion(kind: VerdictKind, where: Where | None, wrong: str | None, told:
     if kind != "bug":
         return NEXT[kind]
     checks = {finding.check for finding in told}
+    if "crash" in checks:
+        crash = next(finding for finding in told if finding.check == "crash")
+        place = "" if crash.where is None else f" in {crash.where}"
+        return f"Look at what raises{place}: {crash.path} does, over tokens that the other path runs."
     if "stale" in checks:
         return "Make a new cache for every prompt."
     if "unfilled" in checks and where is not None:

@@ -12,7 +12,7 @@ from kvdrift.diagnosis.cases import default_cases, prompt_cases
 from kvdrift.diagnosis.decide import decide
 from kvdrift.diagnosis.gather import Gathering
 from kvdrift.diagnosis.verdict import Verdict
-from kvdrift.errors import KvdriftError, ModelError
+from kvdrift.errors import InternalError, KvdriftError
 from kvdrift.models.load import load
 from kvdrift.models.model import as_prompts
 from kvdrift.paths.cache_off import CacheOff
@@ -70,8 +70,10 @@ def diagnose(
     InputError
         If an argument or a prompt cannot be used.
     ModelError
-        If the model cannot be observed, or fails in the first case; one that fails in a later one is told in the
-        reasons.
+        If the model cannot be observed, or neither path can run the first case. Later cases that neither can run are
+        listed in `Verdict.not_examined`; one that a single path cannot run is a bug.
+    InternalError
+        If kvdrift itself fails, where the model by itself runs.
 
     Examples
     --------
@@ -91,13 +93,13 @@ def diagnose(
             model.check_length(len(ids), max_new_tokens)
         cases = prompt_cases(model, a, encoded, max_new_tokens, seed)
     with torch.no_grad(), tqdm(desc="diagnose", unit="step", disable=not progress) as bar:
+        gathering = Gathering(model, a, b, seed, bar)
         try:
-            evidence = Gathering(model, a, b, seed, bar).run(cases, generate)
-        except (KvdriftError, torch.OutOfMemoryError):
+            evidence = gathering.run(cases, generate)
+        except KvdriftError:
             raise
-        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
-            said = " ".join(str(error).split())
-            raise ModelError(f"{model.name} fails while it runs ({type(error).__name__}: {said})") from error
+        except Exception as error:  # what a model raises was told apart from it before
+            raise InternalError.of(error, f"while it diagnosed {model.name}") from error
     return decide(evidence, model, a, b)
 
 

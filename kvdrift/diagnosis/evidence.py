@@ -10,7 +10,7 @@ from kvdrift.diagnosis.float64 import Float64
 from kvdrift.diagnosis.locate import Where
 from kvdrift.diagnosis.lockstep import Moment
 
-Check = Literal["stale", "unfilled", "visibility", "past", "arm", "witness", "operator", "generate"]
+Check = Literal["crash", "stale", "unfilled", "visibility", "past", "arm", "witness", "operator", "generate"]
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,9 @@ class Evidence:
     native_drift
         Largest native difference of logits, relative to the largest logit.
     notes
-        Cases left out or run on a tiny twin.
+        Cases run on a tiny twin, and what else is to be said.
+    not_examined
+        Cases that were left out → why.
     unread
         What a check cannot judge, and why → in which layers.
     counts
@@ -107,6 +109,7 @@ class Evidence:
     native_equal: bool = True
     native_drift: float = 0.0
     notes: list[str] = field(default_factory=list)
+    not_examined: dict[str, str] = field(default_factory=dict)
     unread: dict[str, set[int]] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
 

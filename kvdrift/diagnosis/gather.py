@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +13,9 @@ from transformers.cache_utils import DynamicLayer
 from kvdrift.backends.transformer_lens import plain_name
 from kvdrift.bits import same_bits
 from kvdrift.controls.fixed_shape import FixedShape, not_covered
-from kvdrift.controls.self_test import self_test
+from kvdrift.controls.self_test import N_TOKENS, Failure, self_test
 from kvdrift.diagnosis.calls import CallChecks
-from kvdrift.diagnosis.cases import Case, default_cases, fits, rope_switch, too_costly
+from kvdrift.diagnosis.cases import Case, default_cases, fits, left_out, rope_switch, too_costly
 from kvdrift.diagnosis.design import declared_loss, excuse
 from kvdrift.diagnosis.evidence import Evidence, Finding
 from kvdrift.diagnosis.generated import differs_from_forward
@@ -23,9 +23,18 @@ from kvdrift.diagnosis.locate import Where, cache_update, changed_past, first_di
 from kvdrift.diagnosis.lockstep import Moment, lockstep
 from kvdrift.diagnosis.observe import Snapshot, by_uncached_pass
 from kvdrift.diagnosis.operator_witness import OperatorWitness
+from kvdrift.diagnosis.raised import cause, said
 from kvdrift.diagnosis.settle import Disagreement, settle
 from kvdrift.diagnosis.twin import twin
-from kvdrift.errors import InputError, KvdriftError, ModelError, NotFaithfulError, StaleCacheError
+from kvdrift.errors import (
+    InputError,
+    InternalError,
+    KvdriftError,
+    ModelError,
+    NotFaithfulError,
+    StaleCacheError,
+    one_line,
+)
 from kvdrift.paths.cache_on import CacheOn
 from kvdrift.paths.path import Path
 from kvdrift.tracing.finite import explain_nonfinite
@@ -59,6 +68,7 @@ class Gathering:
         self.model, self.a, self.b, self.seed, self.bar = model, a, b, seed, bar
         self.evidence = Evidence()
         self.lossy = declared_loss(a) or declared_loss(b)
+        self.first = ""
         self.checks: dict[int, CallChecks] = {}
         self.disagreements: list[Disagreement] = []
 
@@ -67,13 +77,15 @@ class Gathering:
 
         Raises
         ------
-        KvdriftError
-            If the model cannot be observed, or the first case not be run.
+        ModelError
+            If the model cannot be observed, or neither path can run the first case.
+        InternalError
+            If a check of kvdrift's own fails.
         """
-        evidence = self.evidence
+        evidence, self.first = self.evidence, cases[0].name
         if self.model.hf.training:
             evidence.note("The model was in training mode; it was run in evaluation mode.")
-        if not self._repeat(cases[0]):
+        if not self._guarded(self.model, cases[0], self._repeat):
             return evidence
         try:
             self.model = by_uncached_pass(self.model)
@@ -86,36 +98,83 @@ class Gathering:
         ours, reference = self.a.model or self.model, self.b.model or self.model
         _check_weights(ours, reference)
         evidence.unlike = ours.hf is not reference.hf or self.a.controls != self.b.controls
-        evidence.self_test = self_test(self.model, FixedShape(min(64, rope_switch(self.model.hf.config) or 64)))
+        evidence.self_test = self._self_test()
         placed = self._placed(cases)
         ran: list[tuple[Model, Case]] = []
         for model, case in placed:
-            if self._run(model, case, optional=case is not cases[0]):
+            if self._guarded(model, case, self._run):
                 ran.append((model, case))
             if evidence.nonfinite is not None:
                 return evidence
             if case is cases[0] and self._convicts(model, case):
                 evidence.note(f"Only the first case, {case.name}, was run: it convicts.")
                 return evidence
-        self._operators(cases[0])
+        self._guarded(self.model, cases[0], self._operators)
         if generate:
             found = differs_from_forward(self.model, self.a, cases[0])
             evidence.findings += [] if found is None else [found]
         settle(evidence, self.disagreements, ran, self.b, self.lossy)
         return evidence
 
-    def _repeat(self, case: Case) -> bool:
-        """Run each path twice; whether anything more can be asked of them."""
+    def _guarded(self, model: Model, case: Case, check: Callable[[Model, Case], None]) -> bool:
+        """Run a check of a case; whether it could be run. An error becomes a crash, a case left out, or kvdrift's own.
+
+        Raises
+        ------
+        ModelError
+            If neither path can run the first case.
+        KvdriftError
+            If a path refuses the first case, or kvdrift itself failed.
+        """
+        first = model is self.model and case.name == self.first
+        try:
+            check(model, case)
+            return True
+        except InternalError:
+            raise
+        except StaleCacheError as error:
+            if not first:
+                raise
+            where = Where(None, "the KV cache", "past k")
+            self.evidence.findings.append(Finding("stale", self.a.label, one_line(error), where=where))
+            return False
+        except Exception as error:  # whatever a model, a cache or a path of somebody's own raises
+            found = cause(model, case, self.b, error)
+            if isinstance(found, str) and first:
+                if isinstance(error, KvdriftError):
+                    raise
+                raise ModelError(f"{self.model.name} cannot be diagnosed over {case.name}: {found}") from error
+        self.disagreements = [one for one in self.disagreements if one.moment.case is not case]
+        if isinstance(found, Finding) and model is not self.model and getattr(case.a, "cache", None) is not None:
+            found = f"{found.path} {found.what} on a tiny twin, for which its own cache need not be made"
+        if isinstance(found, Finding):
+            self.evidence.findings.append(found)
+        else:
+            self.evidence.not_examined[case.name] = found
+        return False
+
+    def _repeat(self, _: Model, case: Case) -> None:
+        """Run each path twice."""
         for path in (self.a, self.b):
-            try:
-                first, again = self._logits(path, case), self._logits(path, case)
-            except StaleCacheError as error:
-                where = Where(None, "the KV cache", "past k")
-                self.evidence.findings.append(Finding("stale", path.label, str(error), where=where))
-                return False
+            first, again = self._logits(path, case), self._logits(path, case)
             if not all(same_bits(x, y) for x, y in zip(first, again, strict=True)):
                 self.evidence.repeats.append(path.label)
-        return True
+        self.evidence.count("repeats")
+
+    def _self_test(self) -> list[Failure]:
+        """What fails in the self-test of fixed shape; the model itself may, over the tokens of the test."""
+        try:
+            return self_test(self.model, FixedShape(min(64, rope_switch(self.model.hf.config) or 64)))
+        except KvdriftError:
+            raise
+        except Exception as error:  # whatever the model raises
+            ids = torch.zeros((1, N_TOKENS), dtype=torch.long, device=self.model.device)
+            try:
+                with self.model.evaluating():
+                    self.model.hf(input_ids=ids, use_cache=False)
+            except Exception as own:  # whatever the model raises
+                return [Failure("junk", "a pass of the model", f"{N_TOKENS} tokens without a cache: {said(own)}")]
+            raise InternalError.of(error, f"in the self-test of fixed shape on {self.model.name}") from error
 
     def _filled(self, case: Case) -> None:
         """Look for a path whose attention gives its keys and values to no layer of the cache."""
@@ -151,43 +210,37 @@ class Gathering:
 
     def _placed(self, cases: Sequence[Case]) -> list[tuple[Model, Case]]:
         """Each case with the model that runs it: the model itself, or its tiny twin."""
+        self.evidence.not_examined |= left_out(self.model, self.a)
         for case in cases:
             if not fits(self.model, case):
-                self.evidence.note(f"Left out: {case.name} exceeds the model's context.")
+                self.evidence.not_examined[case.name] = "the model's context is too short"
         cases = [case for case in cases if fits(self.model, case)]
         near = [case for case in cases if case.given or not too_costly(self.model, case)]
-        far = ", ".join(case.name for case in cases if case not in near)
+        far = [case.name for case in cases if case not in near]
         placed = [(self.model, case) for case in near]
         if far:
             try:
                 small = twin(self.model, self.seed)
             except ModelError as error:
-                self.evidence.note(f"Left out as too costly: {far}. {error}.")
+                self.evidence.not_examined |= dict.fromkeys(far, f"too costly. {one_line(error)}")
             else:
-                self.evidence.note(f"Run on a tiny twin of the model, since they cost too much: {far}.")
+                self.evidence.note(f"Run on a tiny twin of the model, since they cost too much: {', '.join(far)}.")
                 known = {case.name for case in near}
                 placed += [(small, case) for case in default_cases(small, self.a, self.seed) if case.name not in known]
         return placed
 
-    def _run(self, model: Model, case: Case, optional: bool) -> bool:
-        """Run a case natively, where that is cheap, and in shape-invariant arithmetic; whether it could be run."""
-        try:
-            if not too_costly(model, case, NATIVE_SHARE):
-                self._native(model, case)
-            if self.evidence.nonfinite is None:
-                self._fixed(model, case)
-            return True
-        except (KvdriftError, RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
-            if not optional:
-                raise
-            self.disagreements = [one for one in self.disagreements if one.moment.case is not case]
-            said = " ".join(str(error).split()).rstrip(".")
-            self.evidence.note(f"Left out: {case.name} cannot be run ({type(error).__name__}: {said}).")
-            return False
+    def _run(self, model: Model, case: Case) -> None:
+        """Run a case natively, where that is cheap, and in shape-invariant arithmetic."""
+        if not too_costly(model, case, NATIVE_SHARE):
+            self._native(model, case)
+        if self.evidence.nonfinite is None:
+            self._fixed(model, case)
 
     def _convicts(self, model: Model, case: Case) -> bool:
         """Whether the first case, a plain one, shows a fault: other cases would not describe it better."""
         evidence = self.evidence
+        if any(finding.check == "crash" for finding in evidence.findings):
+            return True
         if evidence.unlike or evidence.not_covered or evidence.self_test or evidence.repeats:
             return False
         settle(evidence, self.disagreements, [(model, case)], self.b, self.lossy)
@@ -243,7 +296,7 @@ class Gathering:
                 return True
         return False
 
-    def _operators(self, case: Case) -> None:
+    def _operators(self, _: Model, case: Case) -> None:
         """Hold every native operator of a short run of both paths against float64."""
         witness = OperatorWitness(self.model.hf)
         short = replace(case, steps=min(case.steps, 2))

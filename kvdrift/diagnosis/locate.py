@@ -36,7 +36,7 @@ class Where:
         The module whose inputs agree while its outputs differ, by its name in the module tree.
     site
         The first site that differs: a name of `kvdrift.tracing.sites`, or ``"past k"``, ``"past v"`` (entries of
-        earlier positions as the kernel reads them).
+        earlier positions as the kernel reads them). Empty where a module is meant as a whole.
     """
 
     layer: int | None
@@ -45,7 +45,7 @@ class Where:
 
     def __str__(self) -> str:
         place = self.module if self.layer is None else f"layer {self.layer}, {self.module}"
-        return f"{place}, site {self.site}"
+        return f"{place}, site {self.site}" if self.site else place
 
 
 def place(model: Model, layer: int, site: str) -> Where:

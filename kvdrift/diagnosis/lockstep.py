@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from kvdrift.controls import Control
 from kvdrift.diagnosis.cases import Case
-from kvdrift.diagnosis.observe import Observer, Snapshot
-from kvdrift.paths.path import Path
+from kvdrift.diagnosis.observe import Observer, Snapshot, advance
+from kvdrift.paths.path import Path, Run
 
 if TYPE_CHECKING:
     from kvdrift.models.model import Model
@@ -48,7 +49,8 @@ def lockstep(
 ) -> Iterator[tuple[Moment, Snapshot, Snapshot]]:
     """Run a case and yield every step of both paths.
 
-    Path a runs through the whole case. Of the steps before tokens are taken back, path b is not asked.
+    Path a runs through the whole case. Where tokens are taken back, path b is not asked before the first pass of
+    several tokens or the first crop: until then other cases show as much.
 
     Parameters
     ----------
@@ -64,34 +66,71 @@ def lockstep(
         Is shown every step before the next one runs, while caches still hold what was read.
     """
     run_a = case.a.start(model, case.prompt, (*case.a.controls, *controls))
-    observer = Observer(run_a)
-    if case.crop is not None and hasattr(run_a, "keep_past"):
-        run_a.keep_past()
+    observer, walk = Observer(run_a), _Walk(case, run_a)
     reference = _Reference(model, b, case, controls)
-    fed: list[int] = []
     try:
-        token, greedy = None, 0
-        for step in range(case.steps + 1):
-            if step:
-                token = case.feed[step - 1] if case.feed is not None else greedy
-                if case.crop is not None and step == case.crop[0] + 1:
-                    n_back = case.crop[1]
-                    run_a.crop(n_back)  # type: ignore[attr-defined] # cases with crop are made for such runs only
-                    del fed[len(fed) - n_back :]
-                fed.append(token)
-            a = observer.step(token)
-            greedy, moment = int(a.logits.argmax()), Moment(case, step, a.position, (*case.prompt, *fed))
+        for moment, tokens in walk:
+            a = observer.step(tokens)
+            walk.greedy = int(a.logits.argmax())
+            moment = replace(moment, position=a.position)
             if inspect is not None:
                 inspect(moment, case.a, a)
-            if case.crop is not None and step <= case.crop[0]:
+            if case.crops and not walk.cropped and len(tokens or ()) < 2:
                 continue
-            reference_step = reference.step(fed)
+            reference_step = reference.step(walk.fed)
             if inspect is not None:
                 inspect(moment, b, reference_step)
             yield moment, a, reference_step
     finally:
         run_a.close()
         reference.close()
+
+
+def alone(model: Model, case: Case) -> Iterator[Moment]:
+    """Run path a of a case natively and with nothing watching; yields every step before it is run."""
+    run = case.a.start(model, case.prompt)
+    walk = _Walk(case, run)
+    try:
+        for moment, tokens in walk:
+            yield moment
+            walk.greedy = int(advance(run, tokens).logits.argmax())
+    finally:
+        run.close()
+
+
+class _Walk:
+    """The passes of a case along its run, with what is taken back between them.
+
+    Attributes
+    ----------
+    fed
+        What was consumed after the prompt, less what was taken back.
+    greedy
+        The token to be consumed next where the case gives none: set by whoever steps the run.
+    cropped
+        Whether anything was taken back yet.
+    """
+
+    def __init__(self, case: Case, run: Run) -> None:
+        self.case, self.run = case, run
+        self.fed: list[int] = []
+        self.greedy, self.cropped = 0, False
+
+    def __iter__(self) -> Iterator[tuple[Moment, list[int] | None]]:
+        """When the next pass is, and its tokens (None: the prompt)."""
+        case, prompt = self.case, self.case.prompt
+        if case.crops and hasattr(self.run, "keep_past"):
+            self.run.keep_past()
+        yield Moment(case, 0, len(prompt) - 1, prompt), None
+        given = None if case.feed is None else iter(case.feed)
+        for step, one in enumerate(case.schedule, 1):
+            tokens = [self.greedy] if given is None else list(islice(given, one.n_tokens))
+            self.fed += tokens
+            yield Moment(case, step, len(prompt) + len(self.fed) - 1, (*prompt, *self.fed)), tokens
+            if one.taken_back:
+                self.run.crop(one.taken_back)  # type: ignore[attr-defined] # such cases are made for such runs only
+                del self.fed[len(self.fed) - one.taken_back :]
+                self.cropped = True
 
 
 class _Reference:
@@ -116,7 +155,7 @@ class _Reference:
         elif self._fed is None:
             todo.insert(0, None)
         for token in todo:
-            snapshot = self._observer.step(token)
+            snapshot = self._observer.step(None if token is None else [token])
         self._fed = list(fed)
         return snapshot
 

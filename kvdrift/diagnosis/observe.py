@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvdrift.controls.fixed_attention import attention_parts
-from kvdrift.paths.path import Run
+from kvdrift.paths.path import Run, Step
 from kvdrift.tracing.seam import AttentionCall, Order, Output, seam
 from kvdrift.tracing.sites import HEAD_SITES, LOGITS, PATTERN
 from kvdrift.tracing.tap import Tap, Values
@@ -101,6 +101,13 @@ def by_uncached_pass(model: Model) -> Model:
     return view
 
 
+def advance(run: Run, tokens: Sequence[int] | None) -> Step:
+    """One pass of a run over these tokens, or (None) over its prompt; several tokens ask for `CacheOnRun.extend`."""
+    if tokens is None:
+        return run.step()
+    return run.step(tokens[0]) if len(tokens) == 1 else run.extend(tokens)  # type: ignore[attr-defined]
+
+
 class Observer:
     """Steps a run and takes a `Snapshot` of every step.
 
@@ -118,8 +125,8 @@ class Observer:
         self._calls = _Calls(model)
         self._rotary = _RotaryPosition(model)
 
-    def step(self, token: int | None = None) -> Snapshot:
-        """One step of the run, observed."""
+    def step(self, tokens: Sequence[int] | None = None) -> Snapshot:
+        """One step of the run, observed; see `advance`."""
         self._tap.steps.clear()
         hf = self.run.model.hf
         with ExitStack() as stack:
@@ -127,7 +134,7 @@ class Observer:
             stack.callback(hf.register_forward_pre_hook(self._rotary.begin).remove)
             for context in (self._tap, seam(hf, self._calls), self._rotary.watching()):
                 stack.enter_context(context)
-            step = self.run.step(token)
+            step = advance(self.run, tokens)
         passes, self._tap.steps = self._tap.steps, []
         tokens, calls = self._calls.take()
         last = passes[-1]

@@ -10,10 +10,11 @@ from kvdrift.controls.float64_copy import float64_copy
 from kvdrift.diagnosis.cases import Case
 from kvdrift.diagnosis.design import bidirectional, excuse
 from kvdrift.diagnosis.evidence import Evidence, Finding
-from kvdrift.diagnosis.float64 import Float64, float64_witness
+from kvdrift.diagnosis.float64 import Float64, float64_witness, in_float64
 from kvdrift.diagnosis.locate import Where, place
 from kvdrift.diagnosis.lockstep import Moment
-from kvdrift.errors import KvdriftError
+from kvdrift.diagnosis.raised import cause
+from kvdrift.errors import InternalError, KvdriftError, one_line
 from kvdrift.paths.path import Path
 
 if TYPE_CHECKING:
@@ -132,14 +133,28 @@ def _apart(witness: Float64) -> str:
 
 
 def _witnesses(todo: Sequence[tuple[Model, Case]], b: Path) -> tuple[dict[str, Float64], str | None]:
-    """The float64 witness of each case by name, and why not all could be called."""
+    """The float64 witness of each case by name, and why not all could be called.
+
+    Raises
+    ------
+    InternalError
+        If both paths run in float64 by themselves, and fail only under kvdrift's eyes.
+    """
     copies: dict[int, Model] = {}
     found: dict[str, Float64] = {}
-    try:
-        for model, case in todo:
+    missing: str | None = None
+    for model, case in todo:
+        try:
             if id(model) not in copies:
                 copies[id(model)] = float64_copy(model)
-            found[case.name] = float64_witness(copies[id(model)], case, b)
-    except (KvdriftError, RuntimeError, NotImplementedError, ValueError, TypeError) as error:
-        return found, " ".join(str(error).split()).rstrip(".")
-    return found, None
+            copy, (case64, b64) = copies[id(model)], in_float64(case, b)
+        except KvdriftError as error:
+            return found, one_line(error)
+        try:
+            found[case.name] = float64_witness(copy, case64, b64)
+        except InternalError:
+            raise
+        except Exception as error:  # whatever a model raises that has no float64
+            why = cause(copy, case64, b64, error)
+            missing = missing or (f"{why.path} {why.what}" if isinstance(why, Finding) else why)
+    return found, missing

@@ -52,6 +52,8 @@ class Verdict:
         Which of the two paths is wrong, ``"a"`` or ``"b"``, where that can be told.
     suggestion
         What to do next.
+    not_examined
+        What could not be looked at, each with the reason: the verdict says nothing about it.
     """
 
     kind: VerdictKind
@@ -63,6 +65,7 @@ class Verdict:
     signature: tuple[str, ...] = ()
     wrong: Literal["a", "b"] | None = None
     suggestion: str = ""
+    not_examined: tuple[str, ...] = ()
 
     @property
     def equivalent(self) -> bool:
@@ -82,6 +85,7 @@ class Verdict:
         lines = [self._headline(), f"{self.model}: {self.a} against {self.b}"]
         lines += [f"{name}: {value}" for name, value in self._circumstances()]
         lines += [f"  {number}. {reason}" for number, reason in enumerate(self.reasons, 1)]
+        lines += [f"not examined: {case}" for case in self.not_examined]
         if self.suggestion:
             lines.append(f"next: {self.suggestion}")
         return "\n".join(lines)
@@ -106,5 +110,6 @@ class Verdict:
             markup.paragraph(f"{self.model}: {self.a} against {self.b}"),
             markup.table(self._circumstances()),
             markup.listing(self.reasons, numbered=True),
+            *(markup.paragraph(f"Not examined: {case}") for case in self.not_examined),
             markup.paragraph(f"Next: {self.suggestion}" if self.suggestion else ""),
         )

@@ -97,6 +97,7 @@ class CacheOnRun:
         self._consumed = -path.left_padding  # counted in real tokens
         self._key_offsets: dict[int, int] = {}
         self._end = 0  # slots in use after the latest pass
+        self._keeps_past = False
         self._execution = Execution(model, path.attn, controls)
 
     def step(self, token: int | None = None) -> Step:
@@ -107,7 +108,23 @@ class CacheOnRun:
             raise StaleCacheError(
                 "A new run's cache holds tokens already: cache= must make an empty one at every call."
             )
-        chunks = self._chunks() if token is None else [[token]]
+        return self._consume(self._chunks() if token is None else [[token]])
+
+    def extend(self, tokens: Sequence[int]) -> Step:
+        """Consume several tokens in one pass, as a continued chat and the check of drafted tokens do.
+
+        Raises
+        ------
+        InputError
+            If there are none, or the prompt was not consumed yet.
+        """
+        if not tokens or self._consumed == -self.path.left_padding:
+            raise InputError(
+                f"extend({list(tokens)}): give at least one token, after the first step has consumed the prompt."
+            )
+        return self._consume([list(tokens)])
+
+    def _consume(self, chunks: list[list[int]]) -> Step:
         for chunk in chunks:
             self._key_offsets = self._offsets(len(chunk))
             self._end = self._consumed + self.path.left_padding + len(chunk)
@@ -117,7 +134,9 @@ class CacheOnRun:
 
     def keep_past(self) -> None:
         """From the start on, keep what a sliding window evicts, so that `crop` can go back past its edge."""
-        self.cache.activate_past_recording()
+        if hasattr(self.cache, "activate_past_recording"):
+            self.cache.activate_past_recording()
+        self._keeps_past = True
 
     def crop(self, n_tokens: int) -> None:
         """Forget the last ``n_tokens`` consumed, as assisted generation does with tokens that it rejects.
@@ -133,9 +152,15 @@ class CacheOnRun:
             )
         if not getattr(self.cache, "is_croppable", True):
             raise InputError("This cache cannot be cropped: it has let go of entries that it would need again.")
+        if not hasattr(self.cache, "crop"):
+            raise InputError(f"This cache cannot be cropped: {type(self.cache).__name__} has no crop.")
         try:
             self.cache.crop(-n_tokens)
-        except (RuntimeError, NotImplementedError, AttributeError) as error:
+        except NotImplementedError as error:
+            raise InputError(f"This cache cannot be cropped: {error}") from error
+        except RuntimeError as error:
+            if self._keeps_past:  # a fault of the cache, which was told in time
+                raise
             raise InputError(f"This cache cannot be cropped: {error}") from error
         self._consumed -= n_tokens
 
@@ -152,7 +177,7 @@ class CacheOnRun:
             _copy_cache(self.cache),
             self.controls if controls is None else controls,
         )
-        other._consumed = self._consumed
+        other._consumed, other._keeps_past = self._consumed, self._keeps_past
         return other
 
     def close(self) -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 import kvdrift as kd
-from kvdrift.diagnosis.cases import default_cases, fits, prompt_cases, rope_switch, too_costly
+from kvdrift.diagnosis.cases import CROP_AND_CONTINUE, default_cases, fits, prompt_cases, rope_switch, too_costly
 from kvdrift.diagnosis.lockstep import lockstep
 from kvdrift.diagnosis.twin import twin
 
@@ -30,7 +30,7 @@ def test_manners_are_made_of_the_path_under_test(tiny_model):
     cases = {case.name: case for case in default_cases(tiny_model("llama"), path)}
     assert cases["chunked prefill"].a == replace(path, prefill_chunk=5)
     assert cases["left padding"].a == replace(path, left_padding=3)
-    assert cases["crop and continue"].crop == (4, 3)
+    assert cases["crop and continue"].passes == CROP_AND_CONTINUE
     assert "chunked prefill" not in names(default_cases(tiny_model("llama"), kd.CacheOff()))
 
 
@@ -86,7 +86,7 @@ def test_lockstep_steps_both_paths_on_the_same_tokens(tiny_model):
     for case in default_cases(model, kd.CacheOn())[:6]:
         steps = [(moment.step, x.position, y.position) for moment, x, y in lockstep(model, case, kd.CacheOff(), ())]
         assert all(x == y for _, x, y in steps)
-        first = case.crop[0] + 1 if case.crop else 0
+        first = 5 if case.crops else 0
         assert [step for step, _, _ in steps] == list(range(first, case.steps + 1))
-        last = case.n_tokens - 1 - (case.crop[1] if case.crop else 0)
+        last = len(case.prompt) - 1 + sum(one.n_tokens - one.taken_back for one in case.schedule)
         assert steps[-1][1] == last

@@ -8,7 +8,7 @@ from transformers import DynamicCache
 import kvdrift as kd
 from kvdrift.controls import float64_copy as float64
 from kvdrift.controls.float64_copy import float64_copy
-from kvdrift.diagnosis.cases import Case
+from kvdrift.diagnosis.cases import CROP_AND_CONTINUE, Case
 from kvdrift.diagnosis.float64 import float64_witness
 from kvdrift.errors import ModelError
 
@@ -89,7 +89,7 @@ def test_a_copy_that_does_not_fit_is_refused(tiny_model, monkeypatch):
 
 
 def test_tokens_taken_back_are_followed(tiny_model):
-    cropped = Case("crop and continue", PROMPT, (1, 2, 3, 4, 5, 6), 6, kd.CacheOn(), crop=(4, 3))
+    cropped = Case("crop and continue", PROMPT, (1, 2, 3, 4, 5, 6), 6, kd.CacheOn(), CROP_AND_CONTINUE[:6])
     witness = float64_witness(float64_copy(tiny_model("gemma3")), cropped, kd.CacheOff())
     assert witness.agrees
     assert witness.error < 1e-12

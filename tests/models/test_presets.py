@@ -415,7 +415,9 @@ from kvdrift.models import weights
 def convert(gguf, folder):
     with open({log!r}, "a") as log:
         log.write("converting\\n")
-    time.sleep(float(sys.argv[1]))
+    end = time.monotonic() + float(sys.argv[1])
+    while time.monotonic() < end and not Path({go!r}).exists():
+        time.sleep(0.02)
     (folder / "model.safetensors").write_bytes(gguf.read_bytes())
 
 weights._convert = convert
@@ -428,16 +430,15 @@ print(weights.build_folder("toy", source, Path({cache!r}), progress=True))
 
 @pytest.fixture
 def child(cache, tmp_path):
-    """Starts another process that builds the toy preset, taking the given seconds to convert it."""
+    """Starts another process that builds the toy preset; it converts until `go` is there, or for the given seconds."""
     cache.mkdir()
     with zipfile.ZipFile(write_wheel(tmp_path)) as wheel:
         wheel.extractall(tmp_path / "site")
     log = tmp_path / "log"
     log.touch()
     repo = Path(weights.__file__).parents[2]
-    script = CHILD.format(
-        repo=str(repo), site=str(tmp_path / "site"), log=str(log), cache=str(cache), sha256=source_of().sha256
-    )
+    places = {"repo": repo, "site": tmp_path / "site", "log": log, "go": tmp_path / "go", "cache": cache}
+    script = CHILD.format(**{name: str(place) for name, place in places.items()}, sha256=source_of().sha256)
     running = []
 
     def start(seconds: float) -> subprocess.Popen:
@@ -445,7 +446,7 @@ def child(cache, tmp_path):
         running.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
         return running[-1]
 
-    start.log = log
+    start.log, start.go = log, places["go"]
     yield start
     for process in running:
         process.kill()
@@ -471,14 +472,16 @@ def test_killed_process_leaves_nothing_that_looks_complete(cache, child):
 
 
 def test_two_processes_at_once_build_once(cache, child):
-    first = child(15)  # long enough for the second process to start, also on a busy machine
+    first = child(120)
     wait_until(lambda: child.log.read_text())
     second = child(0)
+    while "waiting for another process" not in (line := second.stderr.readline()):
+        assert line, "it did not wait"
+    child.go.touch()
     for process in (first, second):
         out, err = process.communicate(timeout=60)
         assert process.returncode == 0, err
         assert out.strip() == str(cache / NAME)
-    assert "waiting for another process" in err
     assert child.log.read_text() == "converting\n"
     assert left_in(cache) == [NAME]
     assert is_cached(NAME)

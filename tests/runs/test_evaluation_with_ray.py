@@ -28,9 +28,8 @@ def here(models):
     return run(models)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_records_are_the_same_with_any_number_of_workers(workers, models, here, cluster, tmp_path):
-    spread = run(models, engine="ray", workers=workers, store=tmp_path)
+def test_records_are_the_same_with_two_workers(models, here, cluster, tmp_path):  # with one: the next test
+    spread = run(models, engine="ray", workers=2, store=tmp_path)
     assert spread.records == here.records
     assert spread.settings == here.settings
     assert spread == here

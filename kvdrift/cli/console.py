@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ def answer_json(value: Any) -> None:
     _echo(json.dumps(value, allow_nan=False))
 
 
-def answer_table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+def answer_table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
     """Print a table to stdout: fitted to a terminal, and into a file or a pipe with no line broken or cut."""
     if results.is_terminal:
         table = Table(*header, box=None, pad_edge=False)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvdrift.drift.peaks import SITE, kv_peak, local_at, local_peak, logit_peak, peak_dict
+
 if TYPE_CHECKING:
     from kvdrift.drift.profile import Growth, Onset
     from kvdrift.drift.result import Drift
-
-SITE = "resid_post"
 
 
 @dataclass(frozen=True)
@@ -125,16 +125,22 @@ def as_dict(drift: Drift) -> dict[str, Any]:
     -------
     dict
         ``model, dtype, attn, device, paths``; ``prompts``: how many; ``steps``: measured steps, summed over
-        prompts; ``kl_mean``, ``kl_max``, ``kl_float32_head_mean``, ``kl_floor_mean``: nats, over all measured
-        steps ≥ 1; ``flips``, ``exact_ties`` (flips at an exact tie), ``flip_margin_max``; ``free_divergence``
-        and ``first_flip``: a step or None per prompt; ``layers``: ``{layer, kind, rel_l2_median,
-        floor_median}`` at ``resid_post`` (medians over steps ≥ 1, then over prompts); ``onset_layer`` and
-        ``onset_module``: the source; ``onset_share``, ``excess_layer``, ``excess_ratio``; ``growth``; ``notes``;
-        ``control``: the same for the control dtype, or None.
+        prompts; ``kl_mean``, ``kl_max``, ``kl_float32_head_mean``, ``kl_floor_mean``: nats, over all measured steps
+        ≥ 1; ``kl_max_at``: the ``prompt``, ``step`` and ``token`` (with its ``text``) predicted there; ``kv_max``:
+        for ``k`` and ``v`` the largest ``rel_l2`` with its ``prompt, step, token, text, layer, head`` (a KV head)
+        and absolute ``position``; ``flips``, ``exact_ties`` (flips at an exact tie), ``flip_margin_max``,
+        ``flip_margin_max_at``; ``free_divergence`` and ``first_flip``: a step or None per prompt; ``layers``:
+        ``{layer, kind, rel_l2_median, floor_median}`` at ``resid_post`` (medians over steps ≥ 1, then over
+        prompts); ``onset_layer`` and ``onset_module``: the source; ``onset_share``; ``onset_local`` and
+        ``local_peak``: ``{layer, module, rel_l2, floor, ratio}`` of the source layer and of the one whose local
+        drift stands highest over its floor; ``excess_layer``, ``excess_ratio``; ``growth``; ``notes``; ``control``:
+        the same for the control dtype, or None.
     """
     found, start, grows = flips(drift), onset(drift), growth(drift)
     kl = counted_logits(drift, "kl")
-    margins = [flip.margin for flip in found if flip.margin is not None]
+    widest = max((flip for flip in found if flip.margin is not None), key=lambda flip: flip.margin or 0.0, default=None)
+    onset_local = None if start is None or start.source_layer is None else local_at(drift, start.source_layer)
+    peak = local_peak(drift)
     values = {
         "model": drift.a.model,
         "dtype": drift.a.dtype,
@@ -145,17 +151,22 @@ def as_dict(drift: Drift) -> dict[str, Any]:
         "steps": int(drift.measured.sum()),
         "kl_mean": mean(kl),
         "kl_max": largest(kl),
+        "kl_max_at": peak_dict(drift, logit_peak(drift, "kl")),
+        "kv_max": {site: _kv_max(drift, site) for site in ("k", "v")},
         "kl_float32_head_mean": mean(counted_logits(drift, "kl_float32_head")),
         "kl_floor_mean": mean(counted_logits(drift, "kl", "floor")),
         "flips": len(found),
         "exact_ties": sum(flip.tie for flip in found),
-        "flip_margin_max": max(margins) if margins else None,
+        "flip_margin_max": None if widest is None else widest.margin,
+        "flip_margin_max_at": None if widest is None else _flip_at(widest),
         "first_flip": drift.first_flip,
         "free_divergence": drift.free_divergence,
         "layers": _layers(drift),
         "onset_layer": start.source_layer if start else None,
         "onset_module": start.source_module if start else None,
         "onset_share": start.source_share if start else None,
+        "onset_local": None if onset_local is None else asdict(onset_local),
+        "local_peak": None if peak is None else asdict(peak),
         "excess_layer": start.excess_layer if start else None,
         "excess_ratio": start.excess_ratio.value if start and start.excess_ratio else None,
         "growth": grows.to_dict() if grows else None,
@@ -185,6 +196,15 @@ def json_safe(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
+
+
+def _flip_at(flip: Flip) -> dict[str, int]:
+    return {name: getattr(flip, name) for name in ("prompt", "step", "token_a", "token_b")}
+
+
+def _kv_max(drift: Drift, site: str) -> dict[str, Any] | None:
+    peak = kv_peak(drift, site)
+    return None if peak is None else {"rel_l2": peak.value, **(peak_dict(drift, peak) or {})}
 
 
 def _layers(drift: Drift) -> list[dict[str, Any]] | None:

@@ -504,13 +504,14 @@ def _excess(
     local: NDArray[np.float64], floors: NDArray[np.float64], confidence: float, n_boot: int, seed: int
 ) -> tuple[int | None, Estimate | None, float | None, str | None]:
     """Return index, ratio and adjusted p of the first layer above its floor, or the reason why none is."""
-    floor = _mean(floors, axis=0)
+    floor = mean_measured(floors, axis=0)
     shared = ~np.isnan(local) & ~np.isnan(floor)
-    local, floor = (_mean(np.where(shared, x, np.nan), axis=1) for x in (local, floor))  # [prompt, layer]
+    local, floor = (mean_measured(np.where(shared, x, np.nan), axis=1) for x in (local, floor))  # [prompt, layer]
     counts = (~np.isnan(local)).sum(axis=0)
     most = int(counts.max())
     if most < MIN_PROMPTS:
-        reason = f"excess over the floor is undetermined: {most} prompts were measured, {MIN_PROMPTS} are needed"
+        measured = "1 prompt was" if most == 1 else f"{most} prompts were"
+        reason = f"excess over the floor is undetermined: {measured} measured, {MIN_PROMPTS} are needed"
         return None, None, None, reason
     ratios: list[Estimate | None] = [None] * len(counts)
     p_values = np.full(len(counts), np.nan)
@@ -531,7 +532,7 @@ def _excess(
     return None, None, None, reason
 
 
-def _mean(x: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
+def mean_measured(x: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
     """Return the mean along an axis without its NaNs, NaN where nothing else is there."""
     present = ~np.isnan(x)
     return _ratio(np.where(present, x, 0.0).sum(axis=axis), present.sum(axis=axis).astype(np.float64))

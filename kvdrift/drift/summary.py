@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvdrift import markup
-from kvdrift.drift import findings
+from kvdrift.drift import findings, peaks
 from kvdrift.drift.profile import MIN_PROMPTS, Estimate, Growth, Onset, rule_of_three
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def _start(drift: Drift, start: Onset | None) -> str:
     share = "" if start.source_share is None else f", at {_percent(start.source_share)} of {start.n_pairs:,} steps"
     sentence = (
         f"Drift starts in layer {start.source_layer}{_MODULES.get(start.source_module or '', '')}: on bitwise the "
-        f"same inputs it is the first whose output differs{share}."
+        f"same inputs it is the first whose output differs{share}.{_most(drift, start.source_layer)}"
     )
     shown = findings.shows_from(drift)
     if shown is None or shown <= start.source_layer:
@@ -114,6 +114,28 @@ def _start(drift: Drift, start: Onset | None) -> str:
         f"{sentence} In the residual stream it shows from layer {shown} on: what differs below rounds away where it is "
         "added."
     )
+
+
+def _most(drift: Drift, source: int) -> str:
+    """The layer that makes most drift by itself, for its floor: the first one need not be the one that matters."""
+    peak, first = peaks.local_peak(drift), peaks.local_at(drift, source)
+    if peak is None or first is None:
+        return ""
+    held = "Held against its own floor," if peak.floor is not None else "Without a floor to hold it against,"
+    if peak.layer == source:
+        return f" {held} it also makes most drift by itself: {_local(peak)}."
+    module = _MODULES.get(peak.module or "", "")
+    return (
+        f" {held} layer {peak.layer} makes most drift by itself{module}: {_local(peak)}; layer {source} makes "
+        f"{_local(first)}."
+    )
+
+
+def _local(made: peaks.LocalDrift) -> str:
+    size = f"{number(made.rel_l2)} (relative L2)"
+    if made.floor == 0:
+        return f"{size} over a floor of zero"
+    return size if made.ratio is None else f"{times(made.ratio)}, {size}"
 
 
 def _first_difference(drift: Drift) -> str:
@@ -214,7 +236,10 @@ def _logits(drift: Drift) -> list[str]:
     gaps = findings.counted_logits(drift, "logit_max")
     if gaps.size and not gaps.any():
         return ["The logits are equal at every step."]
-    sentence = f"The output distribution moves by {number(mean)} nats of KL on average, at most {number(top)}"
+    sentence = (
+        f"The output distribution moves by {number(mean)} nats of KL on average, at most {number(top)}"
+        f"{_at(drift, peaks.logit_peak(drift, 'kl'))}"
+    )
     head = findings.mean(findings.counted_logits(drift, "kl_float32_head"))
     if head is not None:
         sentence += f"; with the LM head in float32 by {number(head)}"
@@ -222,6 +247,12 @@ def _logits(drift: Drift) -> list[str]:
     if floor is not None:
         sentence += f"; re-rolled sums alone move it by {number(floor)}"
     return [sentence + "."]
+
+
+def _at(drift: Drift, peak: peaks.Peak | None) -> str:
+    if peak is None:
+        return ""
+    return f" (step {peak.step}{f' of prompt {peak.prompt}' if len(drift.prompts) > 1 else ''})"
 
 
 def _flips(drift: Drift) -> str:

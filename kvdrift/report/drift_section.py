@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvdrift.drift import findings, summary
+from kvdrift.drift import findings, peaks, summary
 from kvdrift.drift.profile import MIN_PROMPTS
 from kvdrift.drift.result import LOGIT_METRICS, Drift
 from kvdrift.drift.summary import number, times
@@ -69,7 +69,11 @@ def _start_tile(drift: Drift) -> Tile:
     if start.source_layer is None:
         return Tile("drift starts", "nowhere", "every layer gives the same bits on the same inputs", "quiet")
     module = {"attn": "its attention", "mlp": "its MLP"}.get(start.source_module or "", "this block")
-    return Tile("drift starts", f"layer {start.source_layer}", f"in {module}")
+    peak = peaks.local_peak(drift)
+    most = ""
+    if peak is not None and peak.layer != start.source_layer and peak.ratio is not None:
+        most = f"; layer {peak.layer} makes most for its floor ({times(peak.ratio)})"
+    return Tile("drift starts", f"layer {start.source_layer}", f"in {module}{most}")
 
 
 def _growth_tiles(drift: Drift) -> list[Tile]:

@@ -6,10 +6,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvdrift.drift import findings
+from kvdrift.drift import findings, peaks
 from kvdrift.drift.result import Drift
 from kvdrift.drift.summary import model_name, number, times
 from kvdrift.views.curves import curve
+
+_WHERE = {"attn": "'s attention", "mlp": "'s MLP"}
+WORTH_A_TITLE = 2.0
+"""The largest of thirty ratios to a floor lies a little above 1 by chance; the summary says it, a title need not."""
 
 
 def growth(drift: Drift, site: str) -> str:
@@ -42,13 +46,22 @@ def _start(drift: Drift, site: str, layers: np.ndarray, median: np.ndarray) -> s
     if drift.has("resid_post", of="local"):
         onset = drift.onset("resid_post", n_boot=1)
         source, shown = onset.source_layer, findings.shows_from(drift, site)
+        most = "" if source is None else _most(drift, source)
         if source is not None and shown is not None and shown > source:
-            module = {"attn": "'s attention", "mlp": "'s MLP"}.get(onset.source_module or "", "")
-            return f"Drift starts in layer {source}{module}, shows at {site} from layer {shown} on"
+            module = _WHERE.get(onset.source_module or "", "")
+            return f"Drift starts in layer {source}{module}{most}, shows at {site} from layer {shown} on"
         if source is not None:
-            return f"Drift starts in layer {source}"
+            return f"Drift starts in layer {source}{most}"
     nonzero = np.flatnonzero(median > 0)
     return f"Drift is there from layer {int(layers[nonzero[0]])} on" if nonzero.size else "Drift is rare"
+
+
+def _most(drift: Drift, source: int) -> str:
+    """The layer that makes most drift by itself for its floor, if it is another one and worth the room of a title."""
+    peak = peaks.local_peak(drift)
+    if peak is None or peak.layer == source or peak.ratio is None or peak.ratio < WORTH_A_TITLE:
+        return ""
+    return f" (layer {peak.layer}{_WHERE.get(peak.module or '', '')} makes {times(peak.ratio)} its own floor)"
 
 
 def heads(drift: Drift, sites: Sequence[str], prompt: int) -> str:

@@ -29,10 +29,11 @@ def test_a_reader_that_goes_away_gets_no_traceback():
         assert (started.wait(timeout=120), said) == (141, "")
 
 
-def test_output_that_lacks_a_sign_gets_another(tmp_path):
+def test_output_that_lacks_a_sign_gets_another():
     """As a pipe on Windows."""
+    code = "from kvdrift.cli import main, console; main(['models', 'list']); console.answer('3 ≥ 2')"
     done = subprocess.run(
-        [sys.executable, "-c", "from kvdrift.cli import main, console; main(['models', 'list']); console.answer('3 ≥ 2')"],
+        [sys.executable, "-c", code],
         capture_output=True, text=True, timeout=120, check=False, env=os.environ | {"PYTHONIOENCODING": "cp1252"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -6,7 +6,6 @@ Nothing here names a person, a machine or a folder: a report made from it can be
 from __future__ import annotations
 
 import hashlib
-import inspect
 import os
 import platform
 from collections.abc import Sequence
@@ -61,22 +60,6 @@ def collect(*models: Any) -> dict[str, Any]:
         "arithmetic": _arithmetic(),
         "models": [_model(model) for model in dict.fromkeys(models)],
     }
-
-
-def identity(function: Any) -> str:
-    """The name of a function or class, with a hash of its source where there is one to read.
-
-    Examples
-    --------
-    >>> identity(len)
-    'builtins.len'
-    """
-    name = f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', type(function).__qualname__)}"
-    try:
-        source = inspect.getsource(function)
-    except (OSError, TypeError):
-        return name
-    return f"{name} {hashlib.sha256(source.encode()).hexdigest()[:16]}"
 
 
 def prompt_hash(ids: Sequence[int]) -> str:

@@ -172,11 +172,11 @@ def test_a_mamba_cache_counts_no_tokens(tiny_model):
 def test_the_fingerprint_sees_an_edit_in_place(tmp_path):
     model = kd.load(kd.models.tiny("llama"), quiet=True)
     before = model.fingerprint
-    kd.compare(model, PROMPT, resume=tmp_path, **SHORT)
+    kd.compare(model, PROMPT, store=tmp_path, **SHORT)
     model.hf.model.layers[1].self_attn.o_proj.weight.data[:, 64:96] = 0  # one head
     assert model.fingerprint != before
     with pytest.raises(FileError, match="weights"):
-        kd.compare(model, PROMPT, resume=tmp_path, **SHORT)
+        kd.compare(model, PROMPT, store=tmp_path, **SHORT)
 
 
 def test_nan_made_by_a_cache_is_not_blamed_on_the_dtype(tiny_model):

@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-OUTPUTS = ("as_json", "save", "report", "results", "out", "engine", "workers", "address")
+OUTPUTS = ("as_json", "save", "report", "store", "out", "engine", "workers", "address")
 """Parameters that say where a result goes or is made, not what it is."""
 
 

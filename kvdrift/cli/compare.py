@@ -11,7 +11,7 @@ from kvdrift.cli import console, options
 from kvdrift.cli.command import typed
 from kvdrift.cli.prompts import gather
 from kvdrift.cli.running import resumable
-from kvdrift.cli.verb import check_targets, deliver, open_model
+from kvdrift.cli.verb import check_folder, check_targets, deliver, open_model
 
 
 def compare(
@@ -32,6 +32,7 @@ def compare(
     prefill_chunk: options.PrefillChunk = None,
     threads: options.Threads = None,
     seed: Annotated[int, typer.Option(help="Seed of the rounding floor.")] = 0,
+    store: options.Store = None,
     as_json: options.AsJson = False,
     save: Annotated[Path | None, typer.Option(help="Keep the whole drift in this file.")] = None,
     report: options.Report = None,
@@ -39,6 +40,7 @@ def compare(
     """Measure how far cache-ON drifts from cache-OFF on the same tokens."""
     given = gather(prompt, prompts)
     check_targets(save=save, report=report)
+    check_folder(store)
     with console.working():
         from kvdrift.drift.compare import compare as run
         from kvdrift.paths.cache_off import CacheOff
@@ -49,7 +51,8 @@ def compare(
             loaded,
             given,
             typed(context),
-            lambda resume: run(
+            store,
+            lambda store: run(
                 loaded,
                 given,
                 max_new_tokens=max_new_tokens,
@@ -62,7 +65,7 @@ def compare(
                 control=control,
                 chat=chat,
                 seed=seed,
-                resume=resume,
+                store=store,
             ),
         )
     deliver(drift, as_json=as_json, save=save, report=report)

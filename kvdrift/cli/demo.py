@@ -41,13 +41,14 @@ def demo(
             loaded,
             prompts,
             command,
-            lambda resume: compare(
+            None,
+            lambda store: compare(
                 loaded,
                 prompts,
                 max_new_tokens=QUICK_NEW_TOKENS if quick else NEW_TOKENS,
                 floor=QUICK_FLOOR_SEEDS if quick else FLOOR_SEEDS,
                 control=CONTROL,
-                resume=resume,
+                store=store,
             ),
         )
         written = write_report(out, drift)

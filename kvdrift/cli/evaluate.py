@@ -39,9 +39,11 @@ def evaluate(
         ),
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first N items.", show_default=False)] = None,
-    out: Annotated[
+    store: Annotated[
         Path | None,
         typer.Option(
+            "--store",
+            "--out",
             help="A folder for finished items, the result, its report and a Parquet table; the same command goes on.",
             show_default=False,
         ),
@@ -75,8 +77,8 @@ def evaluate(
     as_json: options.AsJson = False,
 ) -> None:
     """Let both paths answer a task under several sampling strategies, and test whether they differ."""
-    if out is not None:
-        check_targets(**{name.partition(".")[0]: out / name for name in (RESULT, REPORT, TRIALS)})
+    if store is not None:
+        check_targets(**{name.partition(".")[0]: store / name for name in (RESULT, REPORT, TRIALS)})
     with console.working():
         from kvdrift.evaluation.evaluate import evaluate as run
         from kvdrift.evaluation.strategies import parse
@@ -96,7 +98,7 @@ def evaluate(
                 seeds=wanted,
                 gold=gold != "none",
                 stop_at_divergence=stop_at_divergence,
-                store=out,
+                store=store,
                 engine=engine,
                 workers=workers,
                 threads=threads,
@@ -104,16 +106,16 @@ def evaluate(
                 seed=seed,
             )
         except KeyboardInterrupt:
-            raise Interrupted(_kept(out)) from None
+            raise Interrupted(_kept(store)) from None
     result = made_by(found, typed(context))
-    if out is not None:
+    if store is not None:
         with console.working():
-            console.say(f"Wrote {result.to_parquet(out / TRIALS)}")
+            console.say(f"Wrote {result.to_parquet(store / TRIALS)}")
     deliver(
         result,
         as_json=as_json,
-        save=None if out is None else out / RESULT,
-        report=None if out is None else out / REPORT,
+        save=None if store is None else store / RESULT,
+        report=None if store is None else store / REPORT,
     )
 
 
@@ -137,14 +139,14 @@ def _task(
     return JsonlTask(data, chat=chat)
 
 
-def _kept(out: Path | None) -> str:
+def _kept(store: Path | None) -> str:
     """Say what an interrupted run leaves behind."""
     from kvdrift.runs.store import Store
 
-    if out is None:
-        return "Stopped; nothing was kept: with --out FOLDER finished items are."
+    if store is None:
+        return "Stopped; nothing was kept: with --store FOLDER finished items are."
     try:
-        finished = len(Store.read(out)[1])
+        finished = len(Store.read(store)[1])
     except FileError:  # it was stopped before there was a store
         finished = 0
-    return f"Stopped; {finished} finished items are kept in {out}: the same command goes on from there."
+    return f"Stopped; {finished} finished items are kept in {store}: the same command goes on from there."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -30,9 +29,7 @@ def falsify(
     chat: options.Chat = False,
     threads: options.Threads = None,
     seed: Annotated[int, typer.Option(help="Seed of the re-rolls.")] = 0,
-    results: Annotated[
-        Path | None, typer.Option(help="A folder that keeps finished prompts: the same command goes on from there.")
-    ] = None,
+    store: options.Store = None,
     as_json: options.AsJson = False,
     save: options.Save = None,
     report: options.Report = None,
@@ -47,5 +44,5 @@ def falsify(
         names = None if arms is None else [name.strip() for name in arms.split(",") if name.strip()]
         chosen(names)  # refuses an unknown name before the model is loaded
         loaded = open_model(model, dtype, device, attn, threads)
-        result = run(loaded, given, arms=names, max_new_tokens=max_new_tokens, chat=chat, seed=seed, resume=results)
+        result = run(loaded, given, arms=names, max_new_tokens=max_new_tokens, chat=chat, seed=seed, store=store)
     deliver(made_by(result, typed(context)), as_json=as_json, save=save, report=report)

@@ -37,6 +37,12 @@ Write = Annotated[
 Seed = Annotated[int, typer.Option(help="Seed of the noise and the re-roll.")]
 
 # --- what comes out
+Store = Annotated[
+    Path | None,
+    typer.Option(
+        "--store", "--results", help="A folder that keeps finished work: the same command goes on.", show_default=False
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 Save = Annotated[Path | None, typer.Option(help="Keep the whole result in this file.")]
 Report = Annotated[Path | None, typer.Option(help="Write an HTML report.")]

@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     from kvdrift.patching.result import Sweep
 
 
-def resumable(model: Model, prompts: list[Any], command: str, compare: Callable[..., Drift]) -> Drift:
-    """Compare, keeping each finished prompt in the cache folder until all are done.
+def resumable(
+    model: Model, prompts: list[Any], command: str, store: Path | None, compare: Callable[..., Drift]
+) -> Drift:
+    """Compare, keeping each finished prompt in a folder, or in the cache folder until all are done.
 
     Parameters
     ----------
@@ -31,26 +33,29 @@ def resumable(model: Model, prompts: list[Any], command: str, compare: Callable[
     command
         The command that is running: together with the model's weights and the prompts it names the folder,
         and it goes into the result's provenance.
+    store
+        The folder to keep prompts in, which stays; None takes one in the cache folder, which goes when all is done.
     compare
-        Called with ``resume=FOLDER`` or ``resume=None``.
+        Called with ``store=FOLDER`` or ``store=None``.
 
     Raises
     ------
     Interrupted
         On Ctrl-C, with a sentence about what was kept.
     """
-    folder = _folder(model, prompts, command) if len(prompts) > 1 else None
+    folder = _folder(model, prompts, command) if store is None and len(prompts) > 1 else None
+    kept = store if folder is None else folder
     try:
-        drift = compare(resume=folder)
+        drift = compare(store=kept)
     except KeyboardInterrupt:
-        raise Interrupted(_tidy(folder, len(prompts))) from None
+        raise Interrupted(_tidy(folder, kept, len(prompts))) from None
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)
     return made_by(drift, command)
 
 
 def resumable_sweep(
-    model: Model, prompts: list[Any], command: str, results: Path | None, sweep: Callable[..., Sweep]
+    model: Model, prompts: list[Any], command: str, store: Path | None, sweep: Callable[..., Sweep]
 ) -> Sweep:
     """Sweep, keeping finished cells in a folder of results, or in the cache folder until all are done.
 
@@ -58,20 +63,20 @@ def resumable_sweep(
     ----------
     model, prompts, command
         As `resumable` takes them.
-    results
+    store
         The folder to keep cells in, which stays; None takes one in the cache folder, which goes when all is done.
     sweep
-        Called with ``results=FOLDER`` or ``results=None``.
+        Called with ``store=FOLDER`` or ``store=None``.
 
     Raises
     ------
     Interrupted
         On Ctrl-C, with a sentence about what was kept.
     """
-    folder = _folder(model, prompts, command) if results is None else None
-    kept = results if folder is None else folder
+    folder = _folder(model, prompts, command) if store is None else None
+    kept = store if folder is None else folder
     try:
-        found = sweep(results=kept)
+        found = sweep(store=kept)
     except KeyboardInterrupt:
         raise Interrupted(_tidy_cells(folder, kept)) from None
     if folder is not None:
@@ -85,15 +90,10 @@ def made_by(result: Any, command: str) -> Any:
 
 
 def _folder(model: Model, prompts: list[Any], command: str) -> Path | None:
-    import torch
-    import transformers
-
     from kvdrift.models.presets import cache_folder
+    from kvdrift.runs.comparable import comparable
 
-    settings = [
-        command, model.name, model.fingerprint, model.dtype_name, model.attn, str(model.device), prompts,
-        torch.__version__, transformers.__version__, torch.get_num_threads(),
-    ]  # fmt: skip
+    settings = [command, model.settings(), prompts, comparable(model.device.type == "cuda")]
     name = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
     try:
         return cache_folder() / "unfinished" / name
@@ -101,14 +101,14 @@ def _folder(model: Model, prompts: list[Any], command: str) -> Path | None:
         return None  # nowhere to keep finished prompts; the comparison itself needs no cache folder
 
 
-def _tidy(folder: Path | None, prompts: int) -> str:
-    """Say what an interrupted run leaves behind; a folder without a finished prompt is removed."""
-    kept = [] if folder is None else list(folder.glob("*.safetensors"))
-    if not kept:
+def _tidy(folder: Path | None, kept: Path | None, prompts: int) -> str:
+    """Say what an interrupted run leaves behind; a folder of ours without a finished prompt is removed."""
+    finished = _finished(kept, "comparison")
+    if not finished:
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
         return "Stopped before the first prompt was finished; nothing was kept and nothing was written."
-    return f"Stopped; {len(kept)} of {prompts} prompts are finished and kept: the same command goes on from there."
+    return f"Stopped; {len(finished)} of {prompts} prompts are finished and kept: the same command goes on from there."
 
 
 def _tidy_cells(folder: Path | None, kept: Path | None) -> str:
@@ -123,10 +123,14 @@ def _tidy_cells(folder: Path | None, kept: Path | None) -> str:
 
 def finished_cells(folder: Path) -> int:
     """How many cells a folder of results holds, over all prompts; the arms that all cells share are none."""
+    return sum(not key.endswith("/shared") for key in _finished(folder, "sweep"))
+
+
+def _finished(folder: Path | None, kind: str) -> list[str]:
+    """The keys in a store; none where there is no store yet."""
     from kvdrift.runs.store import Store
 
     try:
-        _, records = Store.read(folder, "sweep")
+        return [] if folder is None else list(Store.read(folder, kind)[1])
     except FileError:
-        return 0
-    return sum(not key.endswith("/shared") for key in records)
+        return []

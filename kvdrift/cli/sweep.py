@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -51,9 +50,7 @@ def sweep(
     address: options.Address = None,
     threads: options.Threads = None,
     seed: options.Seed = 0,
-    results: Annotated[
-        Path | None, typer.Option(help="Keep finished cells in this folder; the same command goes on from there.")
-    ] = None,
+    store: options.Store = None,
     as_json: options.AsJson = False,
     save: options.Save = None,
     report: options.Report = None,
@@ -63,7 +60,7 @@ def sweep(
     at_layers, at_heads = numbers_or_all(layers, "--layers"), numbers_or_all(heads, "--heads")
     at_positions, at_steps = places(positions), numbers_or_all(steps, "--steps")
     check_targets(save=save, report=report)
-    check_folder(results)
+    check_folder(store)
     with console.working():
         from kvdrift.patching.sweep import sweep as run
 
@@ -73,8 +70,8 @@ def sweep(
             loaded,
             given,
             typed(context),
-            results,
-            lambda results: run(
+            store,
+            lambda store: run(
                 loaded,
                 given,
                 sites=names(sites),
@@ -92,7 +89,7 @@ def sweep(
                 controls=controls,
                 chat=chat,
                 seed=seed,
-                results=results,
+                store=store,
                 engine=engine,
                 workers=workers,
                 threads=threads,

@@ -16,17 +16,22 @@ from kvdrift.drift.job import Job
 from kvdrift.drift.result import Drift
 from kvdrift.drift.resume import FinishedPrompts
 from kvdrift.errors import InputError
+from kvdrift.fingerprint import one_job
 from kvdrift.models.load import load
 from kvdrift.models.model import Model, as_prompts
 from kvdrift.paths.cache_off import CacheOff
 from kvdrift.paths.cache_on import CacheOn
 from kvdrift.paths.path import Path, check_path
+from kvdrift.runs.comparable import kept_with
+from kvdrift.runs.store import takes_store_as
 
 Tokens = Literal["a", "b"] | Sequence[int] | Sequence[Sequence[int]] | Tensor
 KEPT_STEPS = 8
 """At most about so many steps keep K/V drift in full position resolution, unless ``kv_every`` says otherwise."""
 
 
+@takes_store_as("resume")
+@one_job()
 def compare(
     model: Any,
     prompts: Any,
@@ -45,7 +50,7 @@ def compare(
     chat: bool = False,
     seed: int = 0,
     progress: bool = True,
-    resume: str | FilePath | None = None,
+    store: str | FilePath | None = None,
 ) -> Drift:
     """Measure the drift between two paths on the same tokens.
 
@@ -85,8 +90,8 @@ def compare(
         First seed of the re-rolls.
     progress
         Show a progress bar.
-    resume
-        A folder where finished prompts are kept; the same call continues from there.
+    store
+        A folder that keeps finished prompts: the same call goes on from there, whatever stopped it.
 
     Returns
     -------
@@ -129,16 +134,22 @@ def compare(
     )
     if control is not None:
         job = replace(job, control=job.in_dtype(control))
-    store = FinishedPrompts(resume, job.settings() | {"prompts": encoded, "tokens_given": forced, "lengths": lengths})
+    settings = job.settings | {"prompts": encoded, "tokens_given": forced, "lengths": lengths}
+    if store is not None:
+        settings |= kept_with(*job.models)
     passes = 1 if control is None else 2
     drifts = []
-    with job, tqdm(total=passes * sum(lengths), desc="compare", unit="step", disable=not progress) as bar:
+    with (
+        job,
+        FinishedPrompts(store, settings) as kept,
+        tqdm(total=passes * sum(lengths), desc="compare", unit="step", disable=not progress) as bar,
+    ):
         for number, (ids, length) in enumerate(zip(encoded, lengths, strict=True)):
-            drift = store.load(number)
+            drift = kept.load(number)
             if drift is None:
                 prompt = model.label(given[number], ids)
                 drift = job.run(prompt, None if forced is None else forced[number], length, bar.update)
-                store.save(number, drift)
+                kept.save(number, drift)
             drifts.append(drift)
             bar.n = passes * sum(lengths[: number + 1])  # a prompt may end early, or have been kept from before
             bar.refresh()

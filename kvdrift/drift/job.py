@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -155,19 +156,23 @@ class Job:
             arrays=arrays,
             token_texts={int(token): self.model.token_text(int(token)) for token in sorted(seen)},
             control=control,
-            provenance=provenance.collect(one, two) | {"dtypes": self.lockstep.dtypes, "settings": self.settings()},
+            provenance=provenance.collect(one, two) | {"dtypes": self.lockstep.dtypes, "settings": self.settings},
             notes=self.notes,
         )
 
+    @property
+    def models(self) -> tuple[Model, Model]:
+        """What paths a and b run."""
+        return self.a.model or self.model, self.b.model or self.model
+
+    @cached_property
     def settings(self) -> dict[str, Any]:
         """Everything that decides the numbers, beside the prompts."""
-        models = (self.a.model or self.model, self.b.model or self.model)
-        weights = {id(m): m.fingerprint for m in dict.fromkeys(models)}
         return {
             "a": path_settings(self.a, self.model),
             "b": path_settings(self.b, self.model),
-            "weights": [weights[id(m)] for m in models],
-            "driver": [m.backend.driver for m in models],
+            "weights": [m.fingerprint for m in self.models],
+            "driver": [m.backend.driver for m in self.models],
             "threads": torch.get_num_threads(),
             "software": provenance.collect()["software"],
             "plan": asdict(self.plan),

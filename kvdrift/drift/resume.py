@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import json
+import hashlib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from kvdrift.drift.result import Drift
 from kvdrift.errors import FileError
-from kvdrift.files import write_atomically
+from kvdrift.runs.store import Store
 
 
 class FinishedPrompts:
-    """Finished prompts, one file each, in a folder that remembers what they were made with.
+    """Finished prompts, one file each, in a store that remembers what they were made with.
 
     Parameters
     ----------
@@ -22,41 +24,45 @@ class FinishedPrompts:
         What decides the numbers. A folder made with other settings is refused.
     """
 
-    def __init__(self, folder: str | Path | None, settings: dict[str, Any]) -> None:
-        self.folder = None if folder is None else Path(folder)
-        if self.folder is None:
-            return
-        settings = json.loads(json.dumps(settings))
-        record = self.folder / "settings.json"
-        if record.is_file():
-            try:
-                before = dict(json.loads(record.read_text()))
-            except (OSError, ValueError, TypeError) as error:
-                raise FileError(f"{record} cannot be read ({error}); empty {self.folder} or choose another.") from error
-            other = [name for name in settings if settings[name] != before.get(name)]
-            if other:
-                raise FileError(
-                    f"{self.folder} holds prompts of another comparison (it differs in {', '.join(other)}); "
-                    "choose another folder or empty this one."
-                )
-        write_atomically(record, lambda path: path.write_text(json.dumps(settings)))
+    def __init__(self, folder: str | Path | None, settings: Mapping[str, Any]) -> None:
+        self._store = Store(folder, "comparison", settings)
 
     def load(self, number: int) -> Drift | None:
-        """The drift of a prompt that was finished before."""
-        if self.folder is None or not self._file(number).is_file():
+        """The drift of a prompt that was finished before.
+
+        Raises
+        ------
+        FileError
+            If its file is gone, or is not the one that was kept.
+        """
+        record = self._store.done.get(str(number))
+        if record is None or self._store.folder is None:
             return None
+        file = self._store.folder / str(record["file"])
         try:
-            return Drift.load(self._file(number))
-        except FileError as error:
+            drift = Drift.load(file)
+            if _digest(file) != record["sha256"]:
+                raise FileError("It is not the file that was kept.")
+            return drift
+        except (FileError, OSError) as error:
             raise FileError(
-                f"{self._file(number)} cannot be used; delete it to run that prompt again. {error}"
+                f"{file} cannot be used; delete {self._store.folder} to run its prompts again. {error}"
             ) from error
 
     def save(self, number: int, drift: Drift) -> None:
         """Keep a finished prompt."""
-        if self.folder is not None:
-            drift.save(self._file(number))
+        if self._store.folder is not None:
+            file = drift.save(self._store.folder / f"prompt-{number:05d}.safetensors")
+            self._store.add(str(number), {"file": file.name, "sha256": _digest(file)})
 
-    def _file(self, number: int) -> Path:
-        assert self.folder is not None, "nothing is kept without a folder"
-        return self.folder / f"prompt-{number:05d}.safetensors"
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._store.close()
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()

@@ -24,17 +24,21 @@ from kvdrift.evaluation.result import Evaluation
 from kvdrift.evaluation.strategies import Strategy, parse
 from kvdrift.evaluation.task import Item, Task
 from kvdrift.evaluation.trial import ItemRunner, Plan
+from kvdrift.fingerprint import one_job
 from kvdrift.models.load import load
 from kvdrift.models.model import Model, PromptLike, as_prompts
 from kvdrift.paths.cache_off import CacheOff
 from kvdrift.paths.cache_on import CacheOn
 from kvdrift.paths.path import Path, check_path, path_info, path_settings
-from kvdrift.runs.comparable import comparable
+from kvdrift.provenance import prompt_hash
+from kvdrift.runs.comparable import comparable, kept_with
 from kvdrift.runs.engines import engine as engine_of
 from kvdrift.runs.engines import pinned
 from kvdrift.runs.store import Store
+from kvdrift.settings import settings_of
 
 
+@one_job()
 def evaluate(
     model: Any,
     task: Any,
@@ -139,8 +143,10 @@ def evaluate(
     prompts = _fitting(model, plan, items)
     run_on = engine_of(engine, workers=workers, threads=threads, address=address)
     settings = _settings(model, plan, run_on.threads)
-    with Store(store, "evaluation", settings) as kept:
-        found = {item.id: _record(kept, plan, item) for item in items if item.id in kept.done}
+    with pinned(run_on.threads):
+        whole = settings if store is None else settings | kept_with(*plan.models(model))
+    with Store(store, "evaluation", whole) as kept:
+        found = {item.id: _record(kept, plan, item, prompts[item.id][0]) for item in items if item.id in kept.done}
         missing = {item.id: item for item in items if item.id not in found}
         if progress and missing:
             print(f"kvdrift: {_cost(model, plan, missing, prompts)}", file=sys.stderr)
@@ -261,7 +267,7 @@ def _fitting(model: Model, plan: Plan, items: Sequence[Item]) -> dict[str, tuple
 
 def _settings(model: Model, plan: Plan, threads: int) -> dict[str, Any]:
     """Everything that decides a record, beside the item."""
-    models = [path.model or model for path in (plan.a, plan.b)]
+    models = plan.models(model)
     with pinned(threads):
         here = comparable(any(each.device.type == "cuda" for each in models))
     settings = {
@@ -272,8 +278,13 @@ def _settings(model: Model, plan: Plan, threads: int) -> dict[str, Any]:
         },
         "a": path_settings(plan.a, model),
         "b": path_settings(plan.b, model),
-        "task": {"name": plan.task.name, **plan.task.settings()},
+        "task": {
+            "name": plan.task.name,
+            "type": settings_of(type(plan.task)),
+            **settings_of(dict(plan.task.settings())),
+        },
         "strategies": [strategy.label for strategy in plan.strategies],
+        "sampling": [settings_of(strategy) for strategy in plan.strategies],
         "seeds": list(plan.seeds),
         "null": list(plan.null),
         "max_new_tokens": plan.max_new_tokens,
@@ -285,13 +296,13 @@ def _settings(model: Model, plan: Plan, threads: int) -> dict[str, Any]:
     return as_json
 
 
-def _record(kept: Store, plan: Plan, item: Item) -> ItemRecord:
+def _record(kept: Store, plan: Plan, item: Item, ids: Sequence[int]) -> ItemRecord:
     """The record of an item that was finished before.
 
     Raises
     ------
     FileError
-        If it is not as an evaluation writes it.
+        If it is not as an evaluation writes it, or its prompt was read as other tokens.
     """
     try:
         record = ItemRecord.from_dict(kept.done[item.id])
@@ -309,6 +320,11 @@ def _record(kept: Store, plan: Plan, item: Item) -> ItemRecord:
         raise FileError(
             f"The record of item {item.id!r} in {kept.folder} is not as an evaluation writes it, so the file was "
             "changed; remove its line, and the item runs again."
+        )
+    if record.prompt_hash != prompt_hash(ids):
+        raise FileError(
+            f"The prompt of item {item.id!r} in {kept.folder} was read as other tokens, by another tokenizer or chat "
+            "template; choose another folder."
         )
     return record
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvdrift.errors import FileError, InputError, KvdriftError
 from kvdrift.evaluation.task import Item, Scored, items_hash
-from kvdrift.provenance import identity
+from kvdrift.settings import settings_of
 
 Rows = str | os.PathLike[str] | Iterable[Mapping[str, Any] | str]
 Scorer = Callable[[str, Item], Scored | bool]
@@ -186,8 +186,8 @@ class JsonlTask:
         return Scored(text.strip(), bool(scored))
 
     def settings(self) -> dict[str, Any]:
-        """What decides items and scores: hashes of the items and of the scorer's source, the stop strings."""
-        return {"items": items_hash(self._items), "stop": list(self.stop), "scorer": identity(self._scorer)}
+        """What decides items and scores: a hash of the items, the scorer, the stop strings."""
+        return {"items": items_hash(self._items), "stop": list(self.stop), "scorer": settings_of(self._scorer)}
 
 
 def stop_strings(stop: Sequence[str]) -> tuple[str, ...]:

@@ -52,6 +52,10 @@ class Plan:
     gold: bool
     stop_at_divergence: bool
 
+    def models(self, model: Model) -> tuple[Model, Model]:
+        """What paths a and b run, where ``model`` is the one given to the verb."""
+        return self.a.model or model, self.b.model or model
+
 
 @dataclass
 class _Text:

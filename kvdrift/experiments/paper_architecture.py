@@ -18,6 +18,7 @@ from kvdrift.experiments import architecture_words as words
 from kvdrift.experiments.architecture_numbers import SITE
 from kvdrift.models.load import load
 from kvdrift.models.model import Model, as_prompts
+from kvdrift.runs.store import takes_store_as
 
 ARMS = {
     "original": "original",
@@ -135,6 +136,7 @@ class PaperArchitecture:
         return cls(**{name: Drift.load(file) for name, file in files.items() if file.is_file()})
 
 
+@takes_store_as("resume")
 def paper_architecture(
     model: Any,
     prompts: Any,
@@ -144,7 +146,7 @@ def paper_architecture(
     chat: bool = False,
     seed: int = 0,
     progress: bool = True,
-    resume: str | FilePath | None = None,
+    store: str | FilePath | None = None,
 ) -> PaperArchitecture:
     """Test what the paper says grouping and windows do to drift.
 
@@ -166,7 +168,7 @@ def paper_architecture(
         Re-rolls for the rounding floors of every arm.
     chat, seed, progress
         As in `kvdrift.compare`.
-    resume
+    store
         A folder that keeps finished prompts, one subfolder per arm.
 
     Returns
@@ -194,10 +196,10 @@ def paper_architecture(
     makers, notes = _makers(source, longest)
 
     def run(name: str, one: Model, **options: Any) -> Drift:
-        kept = None if resume is None else FilePath(resume) / name
+        kept = None if store is None else FilePath(store) / name
         return compare(
             one, prompts, max_new_tokens=max_new_tokens, sites=(SITE,), floor=floor, chat=chat, seed=seed,
-            progress=progress, resume=kept, **options,
+            progress=progress, store=kept, **options,
         )  # fmt: skip
 
     original = run("original", source.around(cast_copy(source.hf, source.dtype)))

@@ -11,6 +11,7 @@ from kvdrift import markup
 from kvdrift.drift.compare import compare
 from kvdrift.drift.result import Drift
 from kvdrift.errors import InputError
+from kvdrift.runs.store import takes_store_as
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class PaperDrift:
         return markup.listing(self.summary().splitlines())
 
 
+@takes_store_as("resume")
 def paper_drift(
     models: Any | Sequence[Any] | Mapping[str, Any],
     prompts: Any,
@@ -54,7 +56,7 @@ def paper_drift(
     chat: bool = False,
     seed: int = 0,
     progress: bool = True,
-    resume: str | FilePath | None = None,
+    store: str | FilePath | None = None,
 ) -> PaperDrift:
     """Measure the layer profile of drift in several models on the same prompts.
 
@@ -69,7 +71,7 @@ def paper_drift(
         As `kvdrift.compare` takes them; text, so that every model reads its own tokens.
     max_new_tokens, floor, chat, seed, progress
         As in `kvdrift.compare`.
-    resume
+    store
         A folder that keeps finished prompts, one subfolder per model.
 
     Returns
@@ -106,7 +108,7 @@ def paper_drift(
             chat=chat,
             seed=seed,
             progress=progress,
-            resume=None if resume is None else FilePath(resume) / name,
+            store=None if store is None else FilePath(store) / name,
         )
         drifts.append(drift)
     return PaperDrift(tuple(drifts))

@@ -12,6 +12,7 @@ import numpy as np
 
 from kvdrift import markup
 from kvdrift.errors import FileError, InputError
+from kvdrift.fingerprint import one_job
 from kvdrift.models.load import load
 from kvdrift.patching.outcome import Outcomes
 from kvdrift.patching.result import Sweep
@@ -23,6 +24,7 @@ from kvdrift.patching.words import loses, nothing_written, number, plain
 from kvdrift.paths.cache_off import CacheOff
 from kvdrift.paths.cache_on import CacheOn
 from kvdrift.paths.path import Path
+from kvdrift.runs.store import takes_store_as
 
 CONDITIONS: dict[str, tuple[str, ...]] = {
     "residual": ("resid_post",),
@@ -146,6 +148,8 @@ _CONTROLS = {
 """Rows beside the conditions, taken from the arms of the KV cell."""
 
 
+@takes_store_as("results")
+@one_job()
 def paper_patching(
     model: Any,
     prompts: Any,
@@ -157,7 +161,7 @@ def paper_patching(
     chat: bool = False,
     seed: int = 0,
     progress: bool = True,
-    results: str | FilePath | None = None,
+    store: str | FilePath | None = None,
 ) -> PaperPatching:
     """Run the paper's patching protocol beside the controls it lacks.
 
@@ -182,7 +186,7 @@ def paper_patching(
         Noise placebos per cell.
     chat, seed, progress
         As in `kvdrift.patch`.
-    results
+    store
         A folder that keeps finished cells: the same call goes on from there.
 
     Returns
@@ -223,9 +227,9 @@ def paper_patching(
             loaded, prompts, donor=None, recipient=recipients[name], max_new_tokens=max_new_tokens, tokens=None,
             chat=chat, progress=progress,
         )  # fmt: skip
-        kept = None if results is None else FilePath(results) / name
+        kept = None if store is None else FilePath(store) / name
         sweeps[name] = run_cells(
-            setup, cells, placebos=placebos, controls="all", seed=seed, progress=progress, results=kept,
+            setup, cells, placebos=placebos, controls="all", seed=seed, progress=progress, store=kept,
             controlled=controlled,
         )  # fmt: skip
     return PaperPatching(**sweeps)

@@ -17,7 +17,8 @@ from kvdrift.controls.precision import cast_copy
 from kvdrift.controls.upcast import HALVES
 from kvdrift.drift.compare import compare
 from kvdrift.drift.result import Drift
-from kvdrift.errors import InputError, KvdriftError, NonFiniteError
+from kvdrift.errors import FileError, InputError, KvdriftError, NonFiniteError
+from kvdrift.fingerprint import one_job
 from kvdrift.ladder.arms import ARMS, BASE, HALF, Arm, chosen
 from kvdrift.ladder.result import METRICS, Ladder
 from kvdrift.ladder.rung import Rung
@@ -26,10 +27,13 @@ from kvdrift.models.model import Model, as_prompts
 from kvdrift.paths.cache_off import CacheOff
 from kvdrift.paths.cache_on import CacheOn
 from kvdrift.paths.path import Path
+from kvdrift.runs.store import takes_store_as
 
 SITE = "resid_post"
 
 
+@takes_store_as("resume")
+@one_job()
 def falsify(
     model: Any,
     prompts: Any,
@@ -40,7 +44,7 @@ def falsify(
     chat: bool = False,
     seed: int = 0,
     progress: bool = True,
-    resume: str | FilePath | None = None,
+    store: str | FilePath | None = None,
 ) -> Ladder:
     """Compare cache-ON with cache-OFF in one arithmetic after another, with the same weights on the same tokens.
 
@@ -68,8 +72,8 @@ def falsify(
         Seed of the re-rolls.
     progress
         Show a progress bar.
-    resume
-        A folder where finished prompts of every arm are kept; the same call goes on from there.
+    store
+        A folder that keeps finished prompts of every arm: the same call goes on from there, whatever stopped it.
 
     Returns
     -------
@@ -96,7 +100,7 @@ def falsify(
         raise InputError(f"The model is in {loaded.dtype_name}; a ladder starts from {', '.join(DTYPES)}.")
     wanted = [arm for arm in chosen(arms) if arm is not base]
     encoded = [loaded.encode(prompt, chat) for prompt in given]
-    setup = _Setup(loaded, encoded, max_new_tokens, seed, None if resume is None else FilePath(resume))
+    setup = _Setup(loaded, encoded, max_new_tokens, seed, None if store is None else FilePath(store))
     results: dict[str, tuple[Rung, Drift | None]] = {}
     with tqdm(total=1 + len(wanted), desc="falsify", unit="arm", disable=not progress) as bar:
         bar.set_postfix_str(base.name)
@@ -121,7 +125,7 @@ class _Setup:
     prompts: list[list[int]]
     steps: int
     seed: int
-    resume: FilePath | None
+    store: FilePath | None
     longest: int = 1
     forced: list[list[int]] = field(default_factory=list)
     copy: Model | None = None
@@ -134,6 +138,8 @@ class _Setup:
             return rung, self.compare(arm, self.prompts, self.forced, False)
         except NonFiniteError as error:
             return replace(rung, status="not finite", reason=str(error)), None
+        except FileError:  # of the store, not of the arm
+            raise
         except (KvdriftError, RuntimeError) as error:
             return replace(rung, status="not run", reason=" ".join(str(error).split())), None
 
@@ -144,7 +150,7 @@ class _Setup:
         return compare(
             model, prompts, a=a, b=b, tokens=tokens, max_new_tokens=self.steps, chat=chat,
             sites=[SITE if SITE in model.coverage.sites else "logits"], floor=0, local=False, progress=False,
-            resume=None if self.resume is None else self.resume / arm.name,
+            store=None if self.store is None else self.store / arm.name,
         )  # fmt: skip
 
     def paths(self, arm: Arm, *more: Any) -> tuple[Path, Path]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -17,6 +16,7 @@ from kvdrift import markup
 from kvdrift.backends.hf import HFBackend
 from kvdrift.backends.transformer_lens import BridgeBackend, is_bridged
 from kvdrift.errors import InputError
+from kvdrift.fingerprint import fingerprint
 from kvdrift.models.architecture import Architecture, BlockTree, describe, find_blocks
 from kvdrift.models.labels import Prompt
 from kvdrift.models.source import Source
@@ -233,21 +233,27 @@ class Model:
     @property
     def fingerprint(self) -> str:
         """A short hash of the configuration and, for every weight as it is now, its dtype, a sample and a checksum."""
-        digest = hashlib.sha256(self.hf.config.to_json_string().encode())
-        generator = torch.Generator().manual_seed(0)
-        for name, weight in self.hf.named_parameters():
-            digest.update(f"{name}|{weight.dtype}|{tuple(weight.shape)}|".encode())
-            if weight.is_meta or not weight.numel():  # offloaded
-                continue
-            flat = weight.detach().flatten()
-            places = torch.randint(flat.numel(), (64,), generator=generator)  # a stride would keep to a few columns
-            digest.update(flat[places.to(flat.device)].cpu().view(torch.uint8).numpy().tobytes())
-            n_bytes = flat.numel() * flat.element_size()
-            if flat.storage_offset() * flat.element_size() % 8:  # a slice that no wider view can start at
-                flat = flat.clone()
-            words = flat.view(torch.int64 if n_bytes % 8 == 0 else torch.uint8)
-            digest.update(str(int(words.sum(dtype=torch.int64))).encode())
-        return digest.hexdigest()[:16]
+        return fingerprint(self.hf)
+
+    def settings(self) -> dict[str, Any]:
+        """What decides this model's numbers, as plain values: `kvdrift.settings.settings_of` asks for it."""
+        config = self.hf.config
+        hooked = {
+            name or "the model": [getattr(hook, "__qualname__", type(hook).__qualname__) for hook in hooks]
+            for name, module in self.hf.named_modules()
+            if (hooks := [*module._forward_pre_hooks.values(), *module._forward_hooks.values()])
+        }
+        return {
+            "name": self.name,
+            "weights": self.fingerprint,
+            "dtype": self.dtype_name,
+            "driver": self.backend.driver,
+            "attn": self.attn,
+            "experts": getattr(config, "_experts_implementation", None) if self.architecture.n_experts else None,
+            "device": str(self.device),
+            "ends": sorted(self.eos_ids),
+            "hooks": hooked,
+        }
 
     def __repr__(self) -> str:
         return f"{self.name} · {self.dtype_name} · {self.device} · attn {self.attn}\n{self.architecture}"

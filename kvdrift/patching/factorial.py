@@ -14,6 +14,7 @@ from kvdrift.bits import same_bits
 from kvdrift.drift.measure import pad_stack
 from kvdrift.drift.metrics import kl_divergence, logit_l2
 from kvdrift.errors import SiteError
+from kvdrift.fingerprint import one_job
 from kvdrift.models.model import Model
 from kvdrift.patching.blocks import gather
 from kvdrift.patching.factorial_result import METRICS, PAIRS, Factorial
@@ -34,6 +35,7 @@ DRAWS = 8
 """The placebo looks at so many random entries for one whose move by one ulp is not lost in rounding."""
 
 
+@one_job()
 def factorial(
     model: Any,
     prompts: Any,

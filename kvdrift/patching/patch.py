@@ -10,6 +10,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from kvdrift.drift.measure import pad_stack
+from kvdrift.fingerprint import one_job
 from kvdrift.patching.measure import FLOATS
 from kvdrift.patching.moment import Moment
 from kvdrift.patching.outcome import Arm
@@ -22,6 +23,7 @@ from kvdrift.paths.sampling import greedy
 from kvdrift.tracing.trace import Trace
 
 
+@one_job()
 def patch(
     model: Any,
     prompts: Any,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import cached_property
 from numbers import Integral
 from typing import Any
 
@@ -16,7 +17,8 @@ from kvdrift.models.load import load
 from kvdrift.models.model import Model, as_prompts
 from kvdrift.paths.cache_off import CacheOff
 from kvdrift.paths.cache_on import CacheOn
-from kvdrift.paths.path import Path, check_path, path_info
+from kvdrift.paths.path import Path, check_path, path_info, path_settings
+from kvdrift.settings import settings_of
 from kvdrift.tracing.trace import Trace
 
 
@@ -58,30 +60,33 @@ class Setup:
         return None if self.traces is None else self.traces[number]
 
     @property
+    def models(self) -> tuple[Model, Model]:
+        """What the recipient and the donor run."""
+        return self.recipient.model or self.model, self.donor.model or self.model
+
+    @property
     def donor_info(self) -> PathInfo:
         """How the donor was executed."""
-        if self.traces is not None:
-            return self.traces[0].path
-        return path_info(self.donor, self.donor.model or self.model)
+        return path_info(self.donor, self.models[1]) if self.traces is None else self.traces[0].path
 
     @property
     def recipient_info(self) -> PathInfo:
         """How the recipient was executed."""
-        return path_info(self.recipient, self.recipient.model or self.model)
+        return path_info(self.recipient, self.models[0])
 
     def provenance(self, **settings: Any) -> dict[str, Any]:
         """Versions, device, threads and settings."""
-        models = [path.model or self.model for path in (self.recipient, self.donor)]
-        return provenance.collect(*models) | {"settings": self.settings() | settings}
+        return provenance.collect(*self.models) | {"settings": self.settings | settings}
 
+    @cached_property
     def settings(self) -> dict[str, Any]:
         """Everything that decides the numbers, beside the patches."""
-        models = [path.model or self.model for path in (self.recipient, self.donor)]
+        models = dict.fromkeys(self.models)
         return {
-            "recipient": asdict(self.recipient_info),
-            "donor": asdict(self.donor_info),
-            "weights": [model.fingerprint for model in dict.fromkeys(models)],
-            "driver": [model.backend.driver for model in dict.fromkeys(models)],
+            "recipient": path_settings(self.recipient, self.model),
+            "donor": path_settings(self.donor, self.model) if self.traces is None else settings_of(self.traces),
+            "weights": [model.fingerprint for model in models],
+            "driver": [model.backend.driver for model in models],
             "prompts": [prompt.ids for prompt in self.prompts],
             "tokens": self.follow,
             "lengths": self.lengths,

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from tqdm.auto import tqdm
 
 from kvdrift.errors import InputError
+from kvdrift.fingerprint import one_job
 from kvdrift.patching.axes import cells_over
 from kvdrift.patching.cells import Group, key_of, rows_of, unpack_runner
 from kvdrift.patching.patch import common
@@ -20,11 +21,11 @@ from kvdrift.patching.setup import Setup, read
 from kvdrift.patching.spec import Cell, Patch, Write, as_cell
 from kvdrift.patching.walk import Plan, Walk
 from kvdrift.paths.path import Path
-from kvdrift.runs.comparable import comparable
+from kvdrift.runs.comparable import kept_with
 from kvdrift.runs.engines import Engine, LocalEngine, pinned
 from kvdrift.runs.engines import engine as engine_of
 from kvdrift.runs.ship import cuda_devices, pack
-from kvdrift.runs.store import Store
+from kvdrift.runs.store import Store, takes_store_as
 from kvdrift.tracing.trace import Trace, free_memory
 
 SITES = ("resid_post", "k", "v", "kv")
@@ -37,6 +38,8 @@ SHARE_OF_FREE_MEMORY = 0.25
 Controls = Literal["all", "shared", "none"]
 
 
+@takes_store_as("results")
+@one_job()
 def sweep(
     model: Any,
     prompts: Any,
@@ -59,7 +62,7 @@ def sweep(
     chat: bool = False,
     seed: int = 0,
     progress: bool = True,
-    results: str | FilePath | None = None,
+    store: str | FilePath | None = None,
     engine: str = "local",
     workers: int | None = None,
     threads: int | None = None,
@@ -97,7 +100,7 @@ def sweep(
     controls
         ``"shared"``: re-roll and full patch beside the cells. ``"all"``: each cell's self-patch, one-ulp noise, patch
         into re-rolled sums and patch from a float32 donor too. ``"none"``: neither.
-    results
+    store
         A folder that keeps finished cells: the same call goes on from there, whatever stopped it.
     engine
         ``"local"``, or ``"ray"`` to spread groups of cells over the workers of a Ray cluster, each with a model of its
@@ -115,7 +118,7 @@ def sweep(
     InputError, SiteError
         If an argument does not fit the model, the prompts or the donor.
     FileError
-        If ``results`` cannot be used, or holds another sweep; the sentence names what differs.
+        If ``store`` cannot be used, or holds another sweep; the sentence names what differs.
 
     Examples
     --------
@@ -140,10 +143,9 @@ def sweep(
         cells = cells_over(setup, names, axes, schedules, chosen, write)
     if not cells:
         raise InputError("There is no cell to sweep over; give a site and an axis, or patches.")
-    models = [path.model or setup.model for path in (setup.recipient, setup.donor)]
-    run_on = engine_of(engine, workers=workers, threads=threads, address=address, gpus=cuda_devices(*models))
+    run_on = engine_of(engine, workers=workers, threads=threads, address=address, gpus=cuda_devices(*setup.models))
     return run_cells(
-        setup, cells, placebos=placebos, controls=controls, seed=seed, progress=progress, results=results, over=axes,
+        setup, cells, placebos=placebos, controls=controls, seed=seed, progress=progress, store=store, over=axes,
         run_on=run_on,
     )  # fmt: skip
 
@@ -156,7 +158,7 @@ def run_cells(
     controls: Controls,
     seed: int,
     progress: bool,
-    results: str | FilePath | None = None,
+    store: str | FilePath | None = None,
     over: tuple[str, ...] = (),
     controlled: frozenset[int] | None = None,
     run_on: Engine | None = None,
@@ -175,23 +177,26 @@ def run_cells(
     shared = walk.shared_arms()
     arms = [*shared, *(arm for number in range(len(cells)) for arm in walk.cell_arms(number))]
     settings = {"placebos": placebos, "controls": controls, "seed": seed, "controlled": sorted(controlled or ())}
-    with pinned(run_on.threads), Store(results, "sweep", _all_settings(setup, cells, settings)) as store:
-        _run(setup, walk, cells, plan, run_on, store, progress)
+    with pinned(run_on.threads), Store(store, "sweep", _all_settings(setup, cells, settings, store)) as kept:
+        _run(setup, walk, cells, plan, run_on, kept, progress)
         for number in range(len(setup.prompts)):
             for cell in range(len(cells)):
-                walk.recall(cell, store.done[key_of(number, cell)]["absent"])
-        found = [rows_of(store.done, number, len(cells)) for number in range(len(setup.prompts))]
+                walk.recall(cell, kept.done[key_of(number, cell)]["absent"])
+        found = [rows_of(kept.done, number, len(cells)) for number in range(len(setup.prompts))]
         provenance = setup.provenance(**settings)
     return Sweep(
         **common(setup, cells, arms, found), notes=tuple(walk.notes), provenance=provenance, extra={"over": over}
     )
 
 
-def _all_settings(setup: Setup, cells: Sequence[Cell], settings: Mapping[str, Any]) -> dict[str, Any]:
+def _all_settings(
+    setup: Setup, cells: Sequence[Cell], settings: Mapping[str, Any], store: str | FilePath | None
+) -> dict[str, Any]:
     """Everything that a store of this sweep must have been made with."""
-    on_gpu = setup.model.device.type == "cuda"
+    if store is None:
+        return {}
     patches = [[patch.to_dict() for patch in cell.patches] for cell in cells]
-    return setup.settings() | comparable(on_gpu) | dict(settings) | {"cells": patches}
+    return setup.settings | kept_with(*setup.models) | dict(settings) | {"cells": patches}
 
 
 def _run(

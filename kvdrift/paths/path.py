@@ -12,7 +12,7 @@ from torch import Tensor
 from kvdrift.controls import Control
 from kvdrift.errors import InputError
 from kvdrift.models.labels import PathInfo
-from kvdrift.provenance import identity
+from kvdrift.settings import settings_of
 
 if TYPE_CHECKING:
     from kvdrift.models.model import Model
@@ -125,12 +125,6 @@ def path_info(path: Path, model: Model) -> PathInfo:
 
 
 def path_settings(path: Path, model: Model) -> dict[str, Any]:
-    """Everything that decides a path's numbers beside weights and prompt, as JSON holds it."""
-    own = {
-        name: value
-        for name, value in getattr(path, "__dict__", {}).items()
-        if isinstance(value, (int, float, str)) or value is None
-    }
-    made_by = getattr(path, "cache", None)
-    described = {"type": type(path).__name__} | own | ({} if made_by is None else {"cache": identity(made_by)})
-    return asdict(path_info(path, path.model or model)) | {"path": described}
+    """Everything that decides a path's numbers beside the prompt, as JSON holds it."""
+    used = path.model or model
+    return asdict(path_info(path, used)) | {"path": dict(settings_of(path)) | {"model": used.settings()}}

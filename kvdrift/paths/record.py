@@ -9,6 +9,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from kvdrift.errors import InputError, SiteError
+from kvdrift.fingerprint import one_job
 from kvdrift.models.load import load
 from kvdrift.models.model import Model, as_prompts
 from kvdrift.paths.cache_on import CacheOn
@@ -20,6 +21,7 @@ from kvdrift.tracing.trace import Trace
 DEFAULT_SITES = ("resid_post", "k", "v", "logits")
 
 
+@one_job()
 def record(
     model: Any,
     prompts: Any,

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 
 from kvdrift import provenance
+from kvdrift.models.model import Model
+from kvdrift.runs.ship import digest
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 """Of these it is the number of threads that counts, which is asked for directly."""
@@ -38,3 +40,19 @@ def comparable(with_gpu: bool) -> dict[str, Any]:
         "arithmetic": arithmetic | {"environment": variables},
         "gpu": gpu,
     }
+
+
+def kept_with(*models: Model) -> dict[str, Any]:
+    """What a store must have been made with beside a verb's own settings: `comparable`, and what the models compute.
+
+    Each model is run over a short text, with and without a cache: hooks, patched functions, buffers and whatever else
+    changes its numbers, but not its weights, shows in the bits of the logits.
+
+    Parameters
+    ----------
+    models
+        In order; one that is given twice runs once.
+    """
+    digests = {id(model): digest(model) for model in dict.fromkeys(models)}
+    here = comparable(any(model.device.type == "cuda" for model in models))
+    return here | {"logits_of_a_short_text": [digests[id(model)] for model in models]}

@@ -26,19 +26,20 @@ def differences(there: Any, here: Any, skip: frozenset[str] = frozenset()) -> st
     Returns
     -------
     str
-        ``"software.torch: 2.12 there, 2.13 here; …"``; empty if nothing differs.
+        ``"software.torch: 2.12 there, 2.13 here; …"``, the shortest names first; empty if nothing differs.
 
     Examples
     --------
     >>> differences({"seed": 0, "software": {"torch": "2.12"}}, {"seed": 0, "software": {"torch": "2.13"}})
     'software.torch: 2.12 there, 2.13 here'
     """
-    found = list(_differences(there, here, "", skip))
+    by_depth = sorted(_differences(there, here, "", skip), key=lambda difference: difference[0].count("."))
+    found = [f"{name}: {said}" for name, said in by_depth]
     more = f"; and {len(found) - NAMED} more" if len(found) > NAMED else ""
     return "; ".join(found[:NAMED]) + more
 
 
-def _differences(there: Any, here: Any, name: str, skip: frozenset[str]) -> Iterator[str]:
+def _differences(there: Any, here: Any, name: str, skip: frozenset[str]) -> Iterator[tuple[str, str]]:
     if name in skip or _text(there) == _text(here):
         return
     if isinstance(there, dict) and isinstance(here, dict):
@@ -47,12 +48,12 @@ def _differences(there: Any, here: Any, name: str, skip: frozenset[str]) -> Iter
             yield from _differences(there.get(key, _NOTHING), here.get(key, _NOTHING), dotted, skip)
     elif isinstance(there, list) and isinstance(here, list):
         if len(there) != len(here):
-            yield f"{name}: {len(there)} entries there, {len(here)} here"
+            yield name, f"{len(there)} entries there, {len(here)} here"
             return
         for place, (one, other) in enumerate(zip(there, here, strict=True)):
             yield from _differences(one, other, f"{name}.{place}", skip)
     else:
-        yield f"{name}: {_shown(there)} there, {_shown(here)} here"
+        yield name, f"{_shown(there)} there, {_shown(here)} here"
 
 
 def _text(value: Any) -> str | None:

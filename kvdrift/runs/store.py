@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from io import FileIO
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any, Self
+from typing import Any, ParamSpec, Self, TypeVar
 
 from filelock import FileLock, Timeout
 
 from kvdrift.errors import FileError, InputError
 from kvdrift.files import write_atomically
 from kvdrift.runs.settings import differences
+from kvdrift.settings import NAMING, untold
 
 SCHEMA = 1
 SETTINGS, RECORDS, LOCK = "settings.json", "records.jsonl", ".lock"
 ELSEWHERE = "choose another folder"
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
 class Store:
@@ -40,6 +45,8 @@ class Store:
 
     Raises
     ------
+    InputError
+        If ``settings`` hold what cannot be told from another thing of its kind (`kvdrift.settings.settings_of`).
     FileError
         If the folder cannot be used, is open in another process, or holds something else: another schema, kind or
         settings (the sentence names what differs), a line that is no record, or one key twice.
@@ -64,6 +71,11 @@ class Store:
         if self.folder is None:
             return
         try:
+            if (nameless := untold(dict(settings))) is not None:
+                raise InputError(
+                    f"{nameless}, which cannot be told from another one, so what it gives cannot be kept in "
+                    f"{self.folder}: {NAMING}; or leave out store=."
+                )
             self._open(self.folder, kind, json.loads(json.dumps(dict(settings))))
         except BaseException as error:
             self.close()
@@ -239,3 +251,31 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def takes_store_as(old: str) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
+    """Let a verb's ``store=`` be given by its older name, with a warning.
+
+    Examples
+    --------
+    >>> @takes_store_as("results")
+    ... def verb(store=None):
+    ...     return store
+    >>> verb(store="folder")
+    'folder'
+    """
+
+    def renamed(verb: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+        @functools.wraps(verb)
+        def called(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+            if old in kwargs:
+                given = kwargs.pop(old)
+                if kwargs.get("store") is not None:
+                    raise InputError(f"store= and {old}= are two names of one folder; give store= alone.")
+                warnings.warn(f"{old}= is called store= now, and will go.", FutureWarning, stacklevel=2)
+                kwargs["store"] = given
+            return verb(*args, **kwargs)
+
+        return called
+
+    return renamed

@@ -127,7 +127,7 @@ def test_ctrl_c_before_there_is_a_store(out, asked, tmp_path, monkeypatch, capsy
     monkeypatch.setattr(evaluating, "_fitting", stop)
     assert main([*asked, *(["--out", str(tmp_path / "out")] if out else [])]) == 130
     said = capsys.readouterr().err
-    assert ("0 finished items are kept" if out else "nothing was kept: with --out FOLDER") in said
+    assert ("0 finished items are kept" if out else "nothing was kept: with --store FOLDER") in said
     assert "Traceback" not in said
 
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from transformers import DynamicCache
 
 import kvdrift as kd
-from kvdrift.backends.hf import HFBackend
+from kvdrift.drift.lockstep import Lockstep
 from kvdrift.errors import FileError, InputError, ModelError, SiteError
 from kvdrift.models.tiny import tiny
 from kvdrift.paths.cache_off import CacheOff, CacheOffRun
+from kvdrift.runs.engines import pinned
 
 PROMPT = [5, 9, 100, 33, 7, 8, 250, 301, 12, 44, 17, 61]
 
@@ -296,7 +299,7 @@ def interrupted(monkeypatch, tmp_path):
         with monkeypatch.context() as patch:
             patch.setattr(lockstep.Lockstep, "_measure", stopping)
             with pytest.raises(Stop):
-                compare(*arguments, **options, resume=tmp_path / "kept")
+                compare(*arguments, **options, store=tmp_path / "kept")
         return tmp_path / "kept"
 
     return run
@@ -309,21 +312,21 @@ def test_a_run_that_was_stopped_continues_to_the_same_numbers(interrupted, tiny_
     folder = interrupted(model, prompts, **options)
     assert not hooks(model.hf)
     kept = sorted(path.name for path in folder.iterdir())
-    assert kept == ["prompt-00000.safetensors", "settings.json"]
-    stamp = (folder / kept[0]).stat().st_mtime_ns
-    resumed = compare(model, prompts, **options, resume=folder)
-    assert (folder / kept[0]).stat().st_mtime_ns == stamp, "a finished prompt was run again"
+    assert kept == [".lock", "prompt-00000.safetensors", "records.jsonl", "settings.json"]
+    stamp = (folder / kept[1]).stat().st_mtime_ns
+    resumed = compare(model, prompts, **options, store=folder)
+    assert (folder / kept[1]).stat().st_mtime_ns == stamp, "a finished prompt was run again"
     for one, two in ((whole, resumed), (whole.control, resumed.control)):
         assert one.prompts == two.prompts
         assert all(same_bits(one.arrays[key], two.arrays[key]) for key in one.arrays | two.arrays)
-    monkeypatch.setattr(HFBackend, "forward", None)  # nothing is run any more
-    again = compare(model, prompts, **options, resume=str(folder))
+    monkeypatch.setattr(Lockstep, "walk", None)  # nothing is run any more
+    again = compare(model, prompts, **options, store=str(folder))
     assert all(same_bits(again.arrays[key], whole.arrays[key]) for key in whole.arrays)
 
 
 def test_a_folder_of_another_comparison_is_refused(tmp_path, tiny_model):
     model, folder = tiny_model("llama"), tmp_path / "kept"
-    compare(model, PROMPT, resume=folder)
+    compare(model, PROMPT, store=folder)
     other_weights = kd.load(tiny("llama", seed=1), quiet=True)
     for arguments, options in [
         ((model, [1, 2]), {}),
@@ -341,28 +344,28 @@ def test_a_folder_of_another_comparison_is_refused(tmp_path, tiny_model):
         ((model, PROMPT), {"a": kd.CacheOn(controls=(kd.ReRoll(1),))}),
         ((other_weights, PROMPT), {}),
     ]:
-        with pytest.raises(FileError, match="another comparison"):
-            compare(*arguments, resume=folder, **options)
+        with pytest.raises(FileError, match=r"holds another comparison .it differs in"):
+            compare(*arguments, store=folder, **options)
     assert json.loads((folder / "settings.json").read_text())
-    compare(model, PROMPT, resume=folder)
+    compare(model, PROMPT, store=folder)
 
 
 def test_a_damaged_folder_is_refused(tmp_path, tiny_model):
     model, folder = tiny_model("llama"), tmp_path / "kept"
-    compare(model, PROMPT, resume=folder)
+    compare(model, PROMPT, store=folder)
     kept = folder / "prompt-00000.safetensors"
     content = kept.read_bytes()
     kept.write_bytes(content[:-10])
     with pytest.raises(FileError, match="not a whole kvdrift file"):
-        compare(model, PROMPT, resume=folder)
+        compare(model, PROMPT, store=folder)
     kept.write_bytes(content)
     for text in ("{", "[]x", "3"):
         (folder / "settings.json").write_text(text)
-        with pytest.raises(FileError, match="cannot be read"):
-            compare(model, PROMPT, resume=folder)
+        with pytest.raises(FileError, match="is not of a store of results"):
+            compare(model, PROMPT, store=folder)
     (tmp_path / "file").write_text("x")
-    with pytest.raises(FileError, match="Cannot write"):
-        compare(model, PROMPT, resume=tmp_path / "file")
+    with pytest.raises(FileError, match="is a file, and results are kept in a folder"):
+        compare(model, PROMPT, store=tmp_path / "file")
 
 
 # --- refusals
@@ -436,3 +439,71 @@ def test_one_token_and_one_step(tiny_model):
     assert (short.values("resid_post") == 0).all()
     assert short.summary()
     assert compare(model, [7], max_new_tokens=3, floor=1, local=True).values("k").shape == (1, 3, 4, 2)
+
+
+# --- no prompt under another comparison's name
+
+
+class Rounded(DynamicCache):
+    """Keeps its keys in fewer steps."""
+
+    def __init__(self, steps):
+        super().__init__()
+        self.steps = steps
+
+    def update(self, k, v, layer_idx, *args, **kwargs):
+        return super().update((k * self.steps).round() / self.steps, v, layer_idx)
+
+
+def rounded(steps):
+    def make():
+        return Rounded(steps)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "names"),
+    [
+        (
+            {"a": kd.CacheOn(cache=partial(Rounded, 8))},
+            {"a": kd.CacheOn(cache=partial(Rounded, 16))},
+            r"a\.path\.cache\.args\.0: 8 there, 16 here",
+        ),
+        ({"a": kd.CacheOn(), "b": kd.CacheOff()}, {"a": kd.CacheOff(), "b": kd.CacheOn()}, r"a\.label: .*; b\.label"),
+        (
+            {"b": kd.CacheOff(controls=(kd.FixedShape(32),))},
+            {"b": kd.CacheOff(controls=(kd.FixedShape(32, tile=4),))},
+            r"b\.path\.controls\.0\.tile: 16 there, 4 here",
+        ),
+        ({"a": kd.CacheOn(lossy="8 bits")}, {"a": kd.CacheOn(lossy="4 bits")}, r"a\.path\.lossy: 8 bits there, 4 bits"),
+    ],
+)  # fmt: skip
+def test_another_path_is_not_handed_the_first_ones_drift(one, other, names, tiny_model, tmp_path, same_bits):
+    model = tiny_model("llama")
+    first = compare(model, PROMPT, **one, max_new_tokens=2, store=tmp_path)
+    with pytest.raises(FileError, match=names):
+        compare(model, PROMPT, **other, max_new_tokens=2, store=tmp_path)
+    again = compare(model, PROMPT, **one, max_new_tokens=2, store=tmp_path)
+    assert all(same_bits(again.arrays[key], first.arrays[key]) for key in first.arrays)
+
+
+def test_a_closure_is_refused_where_prompts_are_kept(tiny_model, tmp_path):
+    model, path = tiny_model("llama"), kd.CacheOn(cache=rounded(8))
+    with pytest.raises(InputError, match=r"a\.path\.cache is make, a function made inside another one"):
+        compare(model, PROMPT, a=path, max_new_tokens=2, store=tmp_path / "kept")
+    assert not (tmp_path / "kept").exists()
+    assert compare(model, PROMPT, a=path, max_new_tokens=2).a.label == "cache-ON"
+
+
+def test_other_threads_are_another_comparison(tiny_model, tmp_path):
+    model = tiny_model("llama")
+    compare(model, PROMPT, max_new_tokens=2, store=tmp_path)
+    with pinned(2 if torch.get_num_threads() == 1 else 1), pytest.raises(FileError, match="threads: "):
+        compare(model, PROMPT, max_new_tokens=2, store=tmp_path)
+
+
+def test_the_older_name_of_the_folder_works_and_warns(tiny_model, tmp_path):
+    with pytest.warns(FutureWarning, match="resume= is called store= now"):
+        compare(tiny_model("llama"), PROMPT, max_new_tokens=2, resume=tmp_path)
+    assert (tmp_path / "records.jsonl").exists()

@@ -2,6 +2,8 @@
 
 import json
 import re
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pytest
@@ -395,9 +397,9 @@ class Scaled(kd.CacheOff):
     [
         ({"b": Scaled(0.1)}, {"b": Scaled(0.2)}, r"b\.path\.scale: 0\.1 there, 0\.2 here"),
         (
-            {"a": kd.CacheOn(cache=lambda: DynamicCache())},
-            {"a": kd.CacheOn(cache=lambda: DynamicCache(config=None))},
-            r"a\.path\.cache",
+            {"a": kd.CacheOn(cache=DynamicCache)},
+            {"a": kd.CacheOn(cache=partial(DynamicCache, config=None))},
+            r"a\.path\.cache: transformers\.cache_utils\.DynamicCache there",
         ),
     ],
 )
@@ -445,8 +447,74 @@ def test_half_a_surrogate_pair_is_one_sentence(half, tmp_path):
         run(half, str(tmp_path / "q.jsonl"))
 
 
+def always_right(text, item):
+    return Scored(text, np.bool_(True))
+
+
 def test_a_scorer_may_answer_with_numpy(half, tmp_path):
-    task = kd.JsonlTask(
-        [{"prompt": "w001 w002", "answer": "x"}], scorer=lambda text, item: Scored(text, np.bool_(True))
-    )
+    task = kd.JsonlTask([{"prompt": "w001 w002", "answer": "x"}], scorer=always_right)
     assert run(half, task, store=tmp_path).records[0].trials[0].a.correct is True
+
+
+# --- no item under another evaluation's name
+
+
+def contains(text, item):
+    return item.answer in text
+
+
+def equals(text, item):
+    return text.strip() == item.answer
+
+
+@dataclass(frozen=True)
+class Penalised:
+    """Greedy, with a value that its label does not show."""
+
+    penalty: float
+    rank: object = None
+    label: str = "penalised"
+
+    def sampler(self, seed, item):
+        return kd.Greedy().sampler(seed, item)
+
+
+ROWS = [{"prompt": [1, 2, 3], "answer": "4"}]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "names"),
+    [
+        ({"strategies": Penalised(1.0)}, {"strategies": Penalised(1.5)}, r"sampling\.0\.penalty: 1\.0 there, 1\.5"),
+        ({"strategies": Penalised(1.0, equals)}, {"strategies": Penalised(1.0, contains)}, r"sampling\.0\.rank"),
+        ({"task": kd.JsonlTask(ROWS, scorer=contains)}, {"task": kd.JsonlTask(ROWS, scorer=equals)}, r"task\.scorer"),
+        ({"a": kd.CacheOn(prefill_chunk=2)}, {"a": kd.CacheOn(prefill_chunk=1)}, r"a\.path\.prefill_chunk"),
+    ],
+)  # fmt: skip
+def test_another_strategy_scorer_or_path_is_not_handed_the_first_ones_texts(one, other, names, half, tmp_path):
+    run(half, **{"task": Sums(), "limit": 1, "null": 0} | one, store=tmp_path)
+    with pytest.raises(FileError, match=names):
+        run(half, **{"task": Sums(), "limit": 1, "null": 0} | other, store=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"strategies": Penalised(1.0, lambda scores: scores)}, r"sampling\.0\.rank is a lambda"),
+        ({"task": kd.JsonlTask(ROWS, scorer=lambda text, item: True)}, r"task\.scorer is a lambda"),
+        ({"b": kd.CacheOn(cache=lambda: None)}, r"b\.path\.cache is a lambda"),
+    ],
+)
+def test_what_cannot_be_told_is_refused_where_items_are_kept(changes, words, half, tmp_path):
+    with pytest.raises(InputError, match=words):
+        run(half, **{"task": Sums(), "limit": 1} | changes, store=tmp_path / "kept")
+    assert not (tmp_path / "kept").exists()
+
+
+def test_a_prompt_that_is_read_as_other_tokens_is_refused(word_model, tmp_path):
+    model = word_model(torch.bfloat16)
+    run(model, limit=1, null=0, store=tmp_path)
+    encode = model.encode
+    model.encode = lambda prompt, chat=False: [*encode(prompt, chat), 3]
+    with pytest.raises(FileError, match="was read as other tokens, by another tokenizer or chat template"):
+        run(model, limit=1, null=0, store=tmp_path)

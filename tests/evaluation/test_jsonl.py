@@ -69,6 +69,14 @@ def test_a_scorer_of_ones_own():
         task.score("x", task.items()[0])
 
 
+def is_one(text, item):
+    return text == "1"
+
+
+def is_two(text, item):
+    return text == "2"
+
+
 def test_settings_change_with_items_scorer_and_stop_strings():
     rows = [{"prompt": "?", "answer": "4"}]
     base = JsonlTask(rows).settings()
@@ -77,8 +85,8 @@ def test_settings_change_with_items_scorer_and_stop_strings():
     others = [
         JsonlTask([{"prompt": "?", "answer": "5"}]),
         JsonlTask(rows, stop=["\n"]),
-        JsonlTask(rows, scorer=lambda text, item: text == "1"),
-        JsonlTask(rows, scorer=lambda text, item: text == "2"),
+        JsonlTask(rows, scorer=is_one),
+        JsonlTask(rows, scorer=is_two),
         JsonlTask(rows, chat=True),
     ]
     found = [json.dumps(task.settings()) for task in others]

@@ -227,7 +227,7 @@ def test_layers_without_attention_have_no_local_drift(tiny_model):
 
 
 def test_finished_prompts_are_kept(tiny_model, tmp_path, monkeypatch):
-    options = {"max_new_tokens": 2, "floor": 0, "progress": False, "resume": tmp_path}
+    options = {"max_new_tokens": 2, "floor": 0, "progress": False, "store": tmp_path}
     model = tiny_model("llama", torch.float32)
     first = paper_architecture(model, PROMPTS, **options)
     assert {folder.name for folder in tmp_path.iterdir()} == {"original", "kv_heads"}

@@ -81,13 +81,13 @@ def test_one_direction_alone(model, tmp_path):
 
 
 def test_an_interrupted_experiment_goes_on_from_its_results(model, found, tmp_path, monkeypatch):
-    first = kd.experiments.paper_patching(model, PROMPTS, step=2, results=tmp_path, **SETTINGS)
+    first = kd.experiments.paper_patching(model, PROMPTS, step=2, store=tmp_path, **SETTINGS)
 
     def never(*_, **__):
         raise AssertionError("a finished cell ran again")
 
     monkeypatch.setattr("kvdrift.patching.cells.one_prompt", never)
-    again = kd.experiments.paper_patching(model, PROMPTS, step=2, results=tmp_path, **SETTINGS)
+    again = kd.experiments.paper_patching(model, PROMPTS, step=2, store=tmp_path, **SETTINGS)
     for name, array in found.off_from_on.arrays.items():
         for other in (first, again):
             assert np.array_equal(array, other.off_from_on.arrays[name], equal_nan=array.dtype.kind == "f"), name

@@ -206,10 +206,10 @@ def test_prompts_that_end_early():
 
 
 def test_finished_prompts_are_kept(hf, tmp_path, monkeypatch):
-    first = kd.falsify(hf, PROMPTS[:2], arms=["float32"], max_new_tokens=3, progress=False, resume=tmp_path)
+    first = kd.falsify(hf, PROMPTS[:2], arms=["float32"], max_new_tokens=3, progress=False, store=tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bfloat16", "float32"]
     monkeypatch.setattr("kvdrift.drift.lockstep.Lockstep.walk", None)  # nothing may run again
-    again = kd.falsify(hf, PROMPTS[:2], arms=["float32"], max_new_tokens=3, progress=False, resume=tmp_path)
+    again = kd.falsify(hf, PROMPTS[:2], arms=["float32"], max_new_tokens=3, progress=False, store=tmp_path)
     np.testing.assert_array_equal(again.arrays["kl"], first.arrays["kl"])
 
 

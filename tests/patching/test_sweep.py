@@ -3,17 +3,24 @@
 import itertools
 import json
 import pickle
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from transformers import DynamicCache
 
 import kvdrift as kd
+from kvdrift.backends.hf import HFBackend
+from kvdrift.controls.scope import Scope
 from kvdrift.errors import FileError, InputError, SiteError
+from kvdrift.models.tiny import tiny
 from kvdrift.patching import cells as running
 from kvdrift.patching import sweep as module
 from kvdrift.patching.outcome import Arm
 from kvdrift.runs.store import Store
+from kvdrift.settings import UNTOLD
 
 PROMPT = [5, 9, 100, 33, 7, 8, 250, 301, 12, 44]  # longer than the windows of 8
 ON, OFF = kd.CacheOn(), kd.CacheOff()
@@ -131,7 +138,7 @@ def calls_of(monkeypatch, stop=None):
 
 @pytest.mark.parametrize("stop", [1, 2, 3])
 def test_an_interrupted_sweep_goes_on_where_it_was(stop, model, whole, monkeypatch, tmp_path, hooks):
-    options = {"patches": CELLS, "placebos": 2, "controls": "all", "results": tmp_path}
+    options = {"patches": CELLS, "placebos": 2, "controls": "all", "store": tmp_path}
     monkeypatch.setattr(module, "TOGETHER", 2)
     with monkeypatch.context() as patched:
         calls_of(patched, stop)
@@ -152,7 +159,7 @@ def records(folder):
 
 
 def test_a_file_that_was_cut_off_anywhere(model, tmp_path):
-    options = {"patches": CELLS, "placebos": 1, "controls": "none", "results": tmp_path}
+    options = {"patches": CELLS, "placebos": 1, "controls": "none", "store": tmp_path}
     whole = sweep(model, **options)
     path = tmp_path / "records.jsonl"
     content, kept = path.read_bytes(), records(tmp_path)
@@ -166,9 +173,9 @@ def test_records_do_not_depend_on_company_or_order(model, tmp_path, monkeypatch)
     """Two prompts, so that what one could not write is not told of the other."""
     options = {"prompt": [PROMPT, PROMPT[:4]], "patches": CELLS[:3], "placebos": 1}
     options["patches"][2] = [kd.Patch("k", 0, 1), kd.Patch("v", 3, positions=[0, 3])]
-    whole = sweep(model, **options, results=tmp_path / "together")
+    whole = sweep(model, **options, store=tmp_path / "together")
     monkeypatch.setattr(module, "TOGETHER", 1)
-    same(sweep(model, **options, results=tmp_path / "alone"), whole)
+    same(sweep(model, **options, store=tmp_path / "alone"), whole)
     one, other = (str(sorted(records(tmp_path / name).items())) for name in ("together", "alone"))
     assert one == other
     kept = records(tmp_path / "alone")
@@ -200,9 +207,9 @@ def test_workers_that_have_travelled_give_the_same_records(donor, tiny_model, tm
         ]
     else:
         options["donor"] = kd.CacheOff(model=other, controls=(kd.ReRoll(1),))
-    whole = sweep(model, **options, results=tmp_path / "here")
+    whole = sweep(model, **options, store=tmp_path / "here")
     monkeypatch.setattr(module, "engine_of", lambda *_, **__: Travelling())
-    same(sweep(model, **options, results=tmp_path / "there"), whole)
+    same(sweep(model, **options, store=tmp_path / "there"), whole)
     here, there = (str(sorted(records(tmp_path / name).items())) for name in ("here", "there"))
     assert here == there
 
@@ -211,14 +218,14 @@ def test_two_ray_workers_go_on_where_this_process_stopped_with_the_same_records(
     model, tmp_path, monkeypatch, cluster, hooks
 ):
     options = {"prompt": [PROMPT, PROMPT[:7]], "patches": CELLS, "placebos": 1, "threads": 1}
-    whole = sweep(model, **options, results=tmp_path / "here")
+    whole = sweep(model, **options, store=tmp_path / "here")
     with monkeypatch.context() as patched:
         patched.setattr(module, "TOGETHER", 2)
         calls_of(patched, 2)
         with pytest.raises(KeyboardInterrupt):
-            sweep(model, **options, results=tmp_path / "ray")
+            sweep(model, **options, store=tmp_path / "ray")
     assert len(records(tmp_path / "ray")) == 3
-    same(sweep(model, **options, results=tmp_path / "ray", engine="ray", workers=2), whole)
+    same(sweep(model, **options, store=tmp_path / "ray", engine="ray", workers=2), whole)
     here, there = (str(sorted(records(tmp_path / name).items())) for name in ("here", "ray"))
     assert here == there
     assert not hooks(model.hf)
@@ -226,7 +233,7 @@ def test_two_ray_workers_go_on_where_this_process_stopped_with_the_same_records(
 
 def test_other_threads_are_other_numbers(model, tmp_path):
     before = torch.get_num_threads()
-    options = {"patches": CELLS[:1], "placebos": 0, "controls": "none", "results": tmp_path}
+    options = {"patches": CELLS[:1], "placebos": 0, "controls": "none", "store": tmp_path}
     sweep(model, **options, threads=before)
     with pytest.raises(FileError, match=f"threads: {before} there, {before + 1} here"):
         sweep(model, **options, threads=before + 1)
@@ -237,7 +244,7 @@ def test_other_threads_are_other_numbers(model, tmp_path):
 def test_an_interruption_in_the_bar_or_a_step(where, model, monkeypatch, tmp_path, hooks):
     options = {"patches": CELLS, "placebos": 1, "controls": "shared"}
     whole = sweep(model, **options)
-    options["results"] = tmp_path
+    options["store"] = tmp_path
     monkeypatch.setattr(module, "TOGETHER", 2)
     calls, ticks = itertools.count(), itertools.count()
 
@@ -247,18 +254,20 @@ def test_an_interruption_in_the_bar_or_a_step(where, model, monkeypatch, tmp_pat
             if n == 2 and next(ticks) == 4:  # the first group of two cells has taken its four steps
                 raise KeyboardInterrupt
 
-    def interrupt(*_):
+    forward = HFBackend.forward
+
+    def interrupted(*arguments):
         if next(calls) == 50:
             raise KeyboardInterrupt
+        return forward(*arguments)
 
-    handle = model.hf.model.layers[2].register_forward_hook(interrupt) if where == "step" else None
     with monkeypatch.context() as patched:
         if where == "bar":
             patched.setattr(module, "tqdm", Bar)
+        else:
+            patched.setattr(HFBackend, "forward", interrupted)
         with pytest.raises(KeyboardInterrupt):
             sweep(model, **options)
-    if handle is not None:
-        handle.remove()
     assert not hooks(model.hf)
     assert len(records(tmp_path)) in (3, 5), "finished groups are kept"
     same(sweep(model, **options), whole)
@@ -281,7 +290,7 @@ def test_an_interruption_in_the_bar_or_a_step(where, model, monkeypatch, tmp_pat
     ids=lambda value: value if isinstance(value, str) else None,
 )
 def test_a_folder_of_another_sweep_is_refused_by_name(change, names, model, tmp_path, hooks):
-    options = {"patches": [CELLS[4]], "placebos": 2, "controls": "all", "results": tmp_path}
+    options = {"patches": [CELLS[4]], "placebos": 2, "controls": "all", "store": tmp_path}
     sweep(model, **options)
     before = (tmp_path / "records.jsonl").read_bytes()
     with pytest.raises(FileError, match=f"holds another sweep .it differs in {names}.*; choose another folder"):
@@ -291,19 +300,19 @@ def test_a_folder_of_another_sweep_is_refused_by_name(change, names, model, tmp_
 
 
 def test_a_folder_of_another_model_or_a_file_is_refused(model, tiny_model, tmp_path):
-    options = {"patches": [CELLS[4]], "results": tmp_path, "placebos": 0, "controls": "none"}
+    options = {"patches": [CELLS[4]], "store": tmp_path, "placebos": 0, "controls": "none"}
     sweep(model, **options)
     with pytest.raises(FileError, match=r"it differs in weights\.0: \w+ there, \w+ here"):
         sweep(tiny_model("mistral", seed=1), **options)
     thesis = tmp_path / "thesis.txt"
     thesis.write_text("my thesis\n")
     with pytest.raises(FileError, match="is a file, and results are kept in a folder"):
-        sweep(model, **options | {"results": thesis})
+        sweep(model, **options | {"store": thesis})
     assert thesis.read_text() == "my thesis\n"
 
 
 def test_the_store_has_a_record_per_cell(model, tmp_path):
-    sweep(model, patches=CELLS[:2], results=tmp_path)
+    sweep(model, patches=CELLS[:2], store=tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
     assert [line["key"] for line in lines] == ["0/shared", "0/0", "0/1"]
 
@@ -322,9 +331,9 @@ def test_what_a_window_has_evicted_is_reported_whatever_ran_before(model, monkey
     with monkeypatch.context() as patched:
         calls_of(patched, 3)
         with pytest.raises(KeyboardInterrupt):
-            sweep(model, **options, results=tmp_path / "sweep")
-    same(sweep(model, **options, results=tmp_path / "sweep"), once)
-    same(sweep(model, **options, results=tmp_path / "sweep"), once)
+            sweep(model, **options, store=tmp_path / "sweep")
+    same(sweep(model, **options, store=tmp_path / "sweep"), once)
+    same(sweep(model, **options, store=tmp_path / "sweep"), once)
 
 
 # --- axes
@@ -440,6 +449,114 @@ def test_a_saved_trace_serves_a_sweep(tiny_model):
 def test_bad_arguments_are_one_sentence(options, error, words, tiny_model, tmp_path, hooks):
     model = tiny_model("llama")
     with pytest.raises(error, match=words) as raised:
-        sweep(model, **options, results=tmp_path / "sweep")
+        sweep(model, **options, store=tmp_path / "sweep")
     assert "\n" not in str(raised.value)
     assert not hooks(model.hf)
+
+
+# --- no cell under another's name
+
+
+class Scaled(DynamicCache):
+    """Hands a decode step other values than it stores."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def update(self, k, v, layer_idx, *args, **kwargs):
+        keys, values = super().update(k, v, layer_idx)
+        return keys, values * self.factor if k.shape[2] == 1 else values
+
+
+class Halved:
+    """A control that halves the output of one layer, by an attribute that its label does not show."""
+
+    label = "halved"
+
+    def __init__(self, layer=0):
+        self.layer = layer
+
+    def bind(self, module):
+        def enter(stack):
+            hook = module.model.layers[self.layer].mlp.register_forward_hook(lambda m, args, output: output / 2)
+            stack.callback(hook.remove)
+
+        return Scope(enter)
+
+
+class Steered(kd.CacheOff):
+    """A path of one's own, with a value that no field shows."""
+
+    def __init__(self, strength):
+        super().__init__()
+        object.__setattr__(self, "strength", strength)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "names"),
+    [
+        (
+            kd.CacheOn(cache=partial(Scaled, 1.0), lossy="scales"),
+            kd.CacheOn(cache=partial(Scaled, 1.5), lossy="scales"),
+            r"recipient\.path\.cache\.args\.0: 1\.0 there, 1\.5 here",
+        ),
+        (kd.CacheOn(prefill_chunk=4), kd.CacheOn(prefill_chunk=8), r"recipient\.path\.prefill_chunk: 4 there, 8 here"),
+        (kd.CacheOn(left_padding=1), kd.CacheOn(left_padding=2), r"recipient\.path\.left_padding"),
+        (kd.CacheOn(controls=(Halved(0),)), kd.CacheOn(controls=(Halved(1),)), r"controls\.0\.layer: 0 there, 1 here"),
+        (Steered(1.0), Steered(2.0), r"recipient\.path\.strength: 1\.0 there, 2\.0 here"),
+    ],
+)
+def test_another_recipient_is_not_handed_the_first_ones_numbers(one, other, names, model, tmp_path):
+    options = {"sites": "v", "layers": [0], "placebos": 0, "controls": "none", "donor": kd.CacheOn()}
+    first = sweep(model, **options, recipient=one, store=tmp_path)
+    with pytest.raises(FileError, match=names):
+        sweep(model, **options, recipient=other, store=tmp_path)
+    same(sweep(model, **options, recipient=one, store=tmp_path), first)
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.5])
+def test_a_cache_without_a_name_is_refused_before_anything_runs(factor, model, tmp_path):
+    nameless = kd.CacheOn(cache=lambda: Scaled(factor))
+    words = r"recipient\.path\.cache is a lambda, which cannot be told .* give it a name: .* or leave out store="
+    with pytest.raises(InputError, match=words):
+        sweep(model, recipient=nameless, store=tmp_path / "kept")
+    assert not (tmp_path / "kept").exists()
+    found = sweep(model, recipient=nameless, sites="v", layers=[0], placebos=0, controls="none")
+    assert found.provenance["settings"]["recipient"]["path"]["cache"] == {UNTOLD: "a lambda"}
+
+
+def test_a_model_with_a_hook_is_another_model(tmp_path):
+    options = {"sites": "v", "layers": [0], "placebos": 0, "controls": "none", "store": tmp_path}
+    hf = tiny("llama")
+    sweep(hf, **options)
+    hook = hf.model.layers[1].mlp.register_forward_hook(lambda m, args, output: output * 1.25)
+    with pytest.raises(FileError, match="logits_of_a_short_text"):
+        sweep(hf, **options)
+    hook.remove()
+    sweep(hf, **options)
+    hf.model.layers[1].mlp.forward = partial(_quarter, hf.model.layers[1].mlp.forward)
+    with pytest.raises(FileError, match="logits_of_a_short_text"):
+        sweep(hf, **options)
+
+
+def _quarter(forward, *arguments):
+    return forward(*arguments) / 4
+
+
+def test_another_recorded_donor_is_told_by_its_bits(model, tmp_path):
+    sites = ["v", "logits"]
+    trace = kd.record(model, PROMPT, path=OFF, sites=sites, positions="all", max_new_tokens=4, progress=False)
+    sweep(model, donor=trace, sites="v", layers=[0], placebos=0, controls="none", store=tmp_path)
+    changed = replace(trace, tensors={**trace.tensors, "v": trace.tensors["v"] * 1.0000001})
+    with pytest.raises(FileError, match=r"donor\.0\.tensors\.v\.bits"):
+        sweep(model, donor=changed, sites="v", layers=[0], placebos=0, controls="none", store=tmp_path)
+
+
+def test_the_older_name_of_the_folder_works_and_warns(model, tmp_path):
+    options = {"sites": "v", "layers": [0], "placebos": 0, "controls": "none"}
+    with pytest.warns(FutureWarning, match="results= is called store= now"):
+        first = sweep(model, **options, results=tmp_path)
+    same(sweep(model, **options, store=tmp_path), first)
+    with pytest.raises(InputError, match="two names of one folder"):
+        sweep(model, **options, store=tmp_path, results=tmp_path)

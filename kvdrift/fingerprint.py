@@ -1,0 +1,74 @@
+"""A short hash of a module's weights, taken once in a job however often it is asked for."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+_TAKEN: ContextVar[WeakKeyDictionary[Any, str] | None] = ContextVar("taken", default=None)
+
+
+@contextmanager
+def one_job() -> Iterator[None]:
+    """Read the weights of each module once inside the block, which must not change them.
+
+    Outside of every block they are read whenever they are asked for, so that a change between two jobs is noticed.
+    It decorates functions, too.
+
+    Examples
+    --------
+    >>> import kvdrift as kd
+    >>> module = kd.models.tiny("llama")
+    >>> with one_job():
+    ...     fingerprint(module) == fingerprint(module)
+    True
+    """
+    if _TAKEN.get() is not None:
+        yield
+        return
+    token = _TAKEN.set(WeakKeyDictionary())
+    try:
+        yield
+    finally:
+        _TAKEN.reset(token)
+
+
+def fingerprint(module: Any) -> str:
+    """Hash the configuration and, for every weight as it is now, its dtype, a sample and a checksum.
+
+    Parameters
+    ----------
+    module
+        A model of transformers, or any other ``nn.Module``.
+    """
+    taken = _TAKEN.get()
+    if taken is None:
+        return _taken(module)
+    if module not in taken:
+        taken[module] = _taken(module)
+    return taken[module]
+
+
+def _taken(module: Any) -> str:
+    config: Any = getattr(module, "config", None)
+    digest = hashlib.sha256(config.to_json_string().encode() if hasattr(config, "to_json_string") else b"")
+    generator = torch.Generator().manual_seed(0)
+    for name, weight in module.named_parameters():
+        digest.update(f"{name}|{weight.dtype}|{tuple(weight.shape)}|".encode())
+        if weight.is_meta or not weight.numel():  # offloaded
+            continue
+        flat = weight.detach().flatten()
+        places = torch.randint(flat.numel(), (64,), generator=generator)  # a stride would keep to a few columns
+        digest.update(flat[places.to(flat.device)].cpu().view(torch.uint8).numpy().tobytes())
+        n_bytes = flat.numel() * flat.element_size()
+        if flat.storage_offset() * flat.element_size() % 8:  # a slice that no wider view can start at
+            flat = flat.clone()
+        words = flat.view(torch.int64 if n_bytes % 8 == 0 else torch.uint8)
+        digest.update(str(int(words.sum(dtype=torch.int64))).encode())
+    return digest.hexdigest()[:16]

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kvdrift.models.model import Model
 
 CHUNKED, PADDED, CROPPED = "at a chunk boundary", "with left padding", "after a crop"
+SEVERAL, DRAFTED = "in a pass of several tokens", "after a crop of drafted tokens"
 SHORT = 5
 """Tokens of a short prompt: with `STEPS` more, key lengths take every value modulo 16."""
 STEPS = 18
@@ -61,7 +62,7 @@ class Case:
     manner
         The circumstance in which this case alone can show a fault, as a verdict words it; None for a plain run.
     switch
-        The sequence length from which the model is known to compute another function, in a case around it.
+        The sequence length from which the model is known to compute another function, in a case that goes through it.
     """
 
     name: str
@@ -93,6 +94,12 @@ class Case:
         return longest
 
     @property
+    def first_pass(self) -> int:
+        """How many tokens of the prompt the first pass consumes."""
+        chunk = getattr(self.a, "prefill_chunk", None)
+        return min(chunk, len(self.prompt)) if isinstance(chunk, int) else len(self.prompt)
+
+    @property
     def schedule(self) -> tuple[Pass, ...]:
         """The passes after the prompt."""
         return self.passes or (Pass(),) * self.steps
@@ -104,14 +111,14 @@ class Case:
 
 
 def default_cases(model: Model, a: Path, seed: int = 0) -> list[Case]:
-    """Prompts of random tokens: short, long, one token, in chunks, left-padded, cropped, around windows and switches.
+    """Prompts of random tokens: short, long, one token; in every manner; around windows and switches.
 
     Parameters
     ----------
     model
         The model under test.
     a
-        The path under test. Only a `CacheOn` can be run in chunks, left-padded and cropped.
+        The path under test. Only a `CacheOn` can be run in chunks, left-padded, over several tokens and cropped.
     seed
         Decides the tokens.
 
@@ -123,15 +130,15 @@ def default_cases(model: Model, a: Path, seed: int = 0) -> list[Case]:
     ['short prompt', 'one-token prompt', 'long prompt']
     """
     make = _Maker(model, a, seed)
-    return [*make.plain(), *make.manners(make.tokens(21)), *lengths(model, a, seed)]
+    return _marked(model, [*make.plain(), *make.manners(make.tokens(21)), *lengths(model, a, seed)])
 
 
 def prompt_cases(model: Model, a: Path, prompts: Sequence[Sequence[int]], steps: int, seed: int = 0) -> list[Case]:
-    """A user's prompts, the first of them also in chunks, left-padded and cropped."""
+    """A user's prompts, the first of them also in every manner."""
     names = ["prompt"] if len(prompts) == 1 else [f"prompt {number}" for number in range(len(prompts))]
     plain = [Case(name, tuple(ids), None, steps, a) for name, ids in zip(names, prompts, strict=True)]
     make = _Maker(model, a, seed)
-    return [*plain, *make.manners(tuple(prompts[0])), *lengths(model, a, seed)]
+    return _marked(model, [*plain, *make.manners(tuple(prompts[0])), *lengths(model, a, seed)])
 
 
 def lengths(model: Model, a: Path, seed: int = 0) -> list[Case]:
@@ -140,8 +147,16 @@ def lengths(model: Model, a: Path, seed: int = 0) -> list[Case]:
     cases = [case for window in make.windows for case in make.window(window)]
     switch = rope_switch(model.hf.config)
     if switch is not None:
-        cases.append(replace(make.case("around the RoPE switch", max(switch - 2, 1), 4), switch=switch))
-    return cases
+        cases.append(make.case("around the RoPE switch", max(switch - 2, 1), 4))
+    return _marked(model, cases)
+
+
+def _marked(model: Model, cases: list[Case]) -> list[Case]:
+    """The cases, of which those that go through a RoPE switch know it."""
+    switch = rope_switch(model.hf.config)
+    if switch is None:
+        return cases
+    return [replace(case, switch=switch) if case.first_pass <= switch < case.n_tokens else case for case in cases]
 
 
 def left_out(model: Model, a: Path) -> dict[str, str]:
@@ -210,6 +225,14 @@ def rope_parameters(config: Any) -> Iterator[dict[str, Any]]:
 
 CROP_AND_CONTINUE = (Pass(), Pass(), Pass(), Pass(taken_back=3), Pass(), Pass(), Pass())
 """Four tokens, three of which are taken back, and three others in their place."""
+AT_ONCE = (Pass(5), Pass(), Pass(2), Pass(4), Pass(3), Pass())
+"""As a continued chat: more than a tile of 16 tokens, in passes that begin at any place in one."""
+DRAFTS = (
+    Pass(2, 1), Pass(), Pass(3, 3), Pass(4, 2), Pass(5, 1), Pass(), Pass(2, 2), Pass(5, 5), Pass(), Pass(4, 3), Pass(),
+)  # fmt: skip
+"""2 to 5 tokens in a pass, of which 1 to all are taken back, and decoding on."""
+DRAFTS_AT_A_WINDOW = (Pass(3, 2), Pass(5, 5), Pass(), Pass(2, 1), Pass(5, 2), Pass())
+"""Into a window from two tokens before it, back out of it, and beyond."""
 
 
 def _croppable(model: Model, a: CacheOn) -> bool:
@@ -244,7 +267,7 @@ class _Maker:
         ]
 
     def manners(self, prompt: tuple[int, ...]) -> list[Case]:
-        """The same prompt in chunks, left-padded, and with decoded tokens taken back."""
+        """The same prompt in chunks, left-padded, gone on with in passes of several tokens, and with tokens taken back."""
         if not isinstance(self.a, CacheOn):
             return []
         feed = self.tokens(7)
@@ -256,9 +279,15 @@ class _Maker:
             cases.append(Case("left padding", near, feed[:2], 2, padded, manner=PADDED))
             if near != prompt:
                 cases.append(Case("left padding beyond a window", prompt, feed[:2], 2, padded, manner=PADDED))
+        cases.append(self.passes("several tokens in a pass", prompt, AT_ONCE, SEVERAL))
         if self.croppable:
             cases.append(Case("crop and continue", prompt, feed, 7, self.a, CROP_AND_CONTINUE, CROPPED))
+            cases.append(self.passes("drafted tokens taken back", prompt, DRAFTS, DRAFTED))
         return cases
+
+    def passes(self, name: str, prompt: tuple[int, ...], passes: tuple[Pass, ...], manner: str) -> Case:
+        n = sum(one.n_tokens for one in passes)
+        return Case(name, prompt, self.tokens(n), n, self.a, passes, manner)
 
     def window(self, window: int) -> list[Case]:
         """On reaching a window, at twice its length, and in chunks and cropped beyond it."""
@@ -270,7 +299,11 @@ class _Maker:
             chunked = replace(self.a, prefill_chunk=window // 2 + 1)
             case = self.case(f"chunked prefill beyond the window of {window}", window + 5, 2, chunked)
             cases.append(replace(case, manner=CHUNKED))
+            start = self.tokens(max(window - 2, 1))
+            cases.append(self.passes(f"several tokens at the window of {window}", start, (Pass(4), Pass(3)), SEVERAL))
         if self.croppable:
+            name = f"drafted tokens taken back at the window of {window}"
+            cases.append(self.passes(name, start, DRAFTS_AT_A_WINDOW, DRAFTED))
             case = self.case(f"crop beyond the window of {window}", window + 2, 7)
             cases.append(replace(case, passes=CROP_AND_CONTINUE, manner=CROPPED))
         return cases

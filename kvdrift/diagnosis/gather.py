@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -267,22 +268,23 @@ class Gathering:
 
     def _fixed(self, model: Model, case: Case) -> None:
         fixed = (FixedShape(case.n_tokens + SLACK),)
-        before: Snapshot | None = None
+        before: tuple[Moment, Snapshot] | None = None
         for moment, x, y in lockstep(model, case, self.b, fixed, self._inspect(model)):
             self.bar.update()
             if self._nonfinite(model, moment, x, y):
                 return
             self.evidence.count("arm")
             if before is not None and not self.evidence.not_covered and not self.evidence.unlike:
-                self._past(model, moment, before, x)
-            before = x
+                self._past(model, moment, *before, x)
+            before = moment, x
             key = first_difference(x, y)
             if key is not None:
                 self.evidence.arm_differs = True
                 self.disagreements.append(Disagreement(model, moment, key, _positions(self.b, moment, x, y)))
 
-    def _past(self, model: Model, moment: Moment, before: Snapshot, now: Snapshot) -> None:
-        key = changed_past(before, now)
+    def _past(self, model: Model, moment: Moment, earlier: Moment, before: Snapshot, now: Snapshot) -> None:
+        kept = sum(takewhile(bool, (x == y for x, y in zip(earlier.tokens, moment.tokens, strict=False))))
+        key = changed_past(before, now, kept)
         if key is not None:
             what = "keys or values of earlier positions are no longer what they were one step before"
             why = excuse(moment, self.lossy, bidirectional=False)

@@ -108,13 +108,16 @@ def first_difference(
     return min(differing, key=_place_in_order, default=None)
 
 
-def changed_past(before: Snapshot, now: Snapshot, equal: Equal = same_bits) -> tuple[int, str] | None:
-    """The first layer in which keys or values of earlier positions are no longer what they were a step before."""
+def changed_past(before: Snapshot, now: Snapshot, kept: int, equal: Equal = same_bits) -> tuple[int, str] | None:
+    """The first layer in which keys or values of the first ``kept`` positions are no longer what they were a step before.
+
+    ``kept`` is how many tokens of the step before were not taken back since.
+    """
     for key in sorted(now.kv, key=_place_in_order):
         if key not in before.kv:
             continue
         (value, at), (old, at_old) = now.kv[key], before.kv[key]
-        here, there = shared_positions(at, at_old, before=before.position + 1)
+        here, there = shared_positions(at, at_old, before=kept)
         if not equal(value[:, here], old[:, there]):
             return key[0], PAST[key[1]]
     return None

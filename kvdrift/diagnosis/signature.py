@@ -23,7 +23,8 @@ def signature(findings: Sequence[Finding], architecture: Architecture) -> tuple[
     tuple of str
         From: ``"already in the prompt"``, ``"from the first decode step"``, ``"at the window"``, ``"at key lengths
         that are multiples of …"``, ``"from … tokens on"``, ``"at a chunk boundary"``, ``"at a length switch"``,
-        ``"with left padding"``, ``"after a crop"``, ``"between prompts"``, ``"in generate() alone"``, ``"in … layers
+        ``"with left padding"``, ``"in a pass of several tokens"``, ``"after a crop"``, ``"after a crop of drafted
+        tokens"``, ``"between prompts"``, ``"in generate() alone"``, ``"in … layers
         only"``.
     """
     if findings and all(finding.check == "generate" for finding in findings):

@@ -22,7 +22,7 @@ def test_default_cases_reach_every_length_that_matters(tiny_model):
     start, end = lengths["on reaching the window of 8"]
     assert {7, 8, 9} <= set(range(start, end + 1))
     assert lengths["beyond the window of 8"][0] == 16
-    assert len({case.prompt for case in cases}) == len(cases) - 2  # the three manners share one
+    assert len({case.prompt for case in cases}) == len(cases) - 5  # the manners share one, and two at the window
 
 
 def test_manners_are_made_of_the_path_under_test(tiny_model):
@@ -34,15 +34,45 @@ def test_manners_are_made_of_the_path_under_test(tiny_model):
     assert "chunked prefill" not in names(default_cases(tiny_model("llama"), kd.CacheOff()))
 
 
+def test_passes_of_several_tokens_go_over_tiles_and_take_back_one_to_all(tiny_model):
+    cases = {case.name: case for case in default_cases(tiny_model("mistral"), kd.CacheOn())}
+    drafts = [one for one in cases["drafted tokens taken back"].passes if one.n_tokens > 1]
+    assert {one.n_tokens for one in drafts} == {2, 3, 4, 5}
+    assert {one.taken_back for one in drafts} == {1, 2, 3, 5}
+    assert any(one.n_tokens == one.taken_back for one in drafts)
+    chat = cases["several tokens in a pass"]
+    assert chat.n_tokens - len(chat.prompt) >= 16
+    assert not chat.crops
+    at_window = cases["drafted tokens taken back at the window of 8"]
+    assert len(at_window.prompt) < 8 < at_window.n_tokens
+    assert at_window.passes[0].taken_back < at_window.passes[0].n_tokens
+
+
+def test_cases_that_go_through_a_switch_know_it():
+    rope = {
+        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 16, "long_factor": [4.0] * 16,
+        "factor": 4.0, "original_max_position_embeddings": 30,
+    }  # fmt: skip
+    model = kd.load(kd.models.tiny("llama", rope_parameters=rope, max_position_embeddings=160), quiet=True)
+    marked = {case.name for case in default_cases(model, kd.CacheOn()) if case.switch == 30}
+    assert marked == {"several tokens in a pass", "drafted tokens taken back", "around the RoPE switch"}
+
+
 def test_own_prompts_come_first_and_keep_their_manners(tiny_model):
     cases = prompt_cases(tiny_model("llama"), kd.CacheOn(), [[1, 2, 3], [4, 5]], steps=3)
-    assert names(cases) == ["prompt 0", "prompt 1", "chunked prefill", "left padding", "crop and continue"]
+    assert names(cases) == [
+        "prompt 0", "prompt 1", "chunked prefill", "left padding", "several tokens in a pass", "crop and continue",
+        "drafted tokens taken back",
+    ]  # fmt: skip
     assert cases[0].feed is None
     assert all(case.prompt == (1, 2, 3) for case in cases[2:])
 
 
 def test_recurrent_models_are_not_padded_nor_cropped(tiny_model):
-    assert names(default_cases(tiny_model("mamba"), kd.CacheOn()))[-1] == "chunked prefill"
+    assert names(default_cases(tiny_model("mamba"), kd.CacheOn()))[-2:] == [
+        "chunked prefill",
+        "several tokens in a pass",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -87,6 +117,6 @@ def test_lockstep_steps_both_paths_on_the_same_tokens(tiny_model):
         steps = [(moment.step, x.position, y.position) for moment, x, y in lockstep(model, case, kd.CacheOff(), ())]
         assert all(x == y for _, x, y in steps)
         first = 5 if case.crops else 0
-        assert [step for step, _, _ in steps] == list(range(first, case.steps + 1))
+        assert [step for step, _, _ in steps] == list(range(first, len(case.schedule) + 1))
         last = len(case.prompt) - 1 + sum(one.n_tokens - one.taken_back for one in case.schedule)
         assert steps[-1][1] == last

@@ -12,6 +12,9 @@ FAULTY = [
     ("cache-off-ignores-the-window", "mistral", "float32"),
     ("left-padding-seen-at-decode", "llama-mqa", "float32"),
     ("crop-leaves-a-token", "qwen2", "bfloat16"),
+    ("crop-of-drafts-leaves-a-token", "llama", "float32"),
+    ("mask-of-drafts-one-off", "mistral", "float32"),
+    ("positions-of-drafts-repeat", "gpt2", "float32"),
     ("native-drops-the-newest-key", "llama", "bfloat16"),
     ("native-wrong-at-multiples-of-16", "qwen3", "float32"),
     ("sinks-missing-at-decode", "gpt-oss", "float32"),
@@ -27,6 +30,7 @@ def test_a_fault_is_called_one_and_placed(fault, family, dtype):
     assert case.counts
     assert case.right, case.reasons
     assert case.layer_right in (None, True), (case.layer, case.named, case.reasons)
+    assert case.signature_right in (None, True), case.signature
 
 
 @pytest.mark.parametrize(("family", "dtype"), RIGHT)

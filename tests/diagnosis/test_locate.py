@@ -63,13 +63,13 @@ def test_rows_are_aligned_at_the_current_position_and_keys_by_position():
 
 def test_a_past_that_moves_is_found():
     before, now = snapshot(), snapshot()
-    before.position = 1
-    assert changed_past(before, now) is None
+    assert changed_past(before, now, 2) is None
     now.kv[1, "v"][0][0, 0] += 1
-    assert changed_past(before, now) == (1, "past v")
+    assert changed_past(before, now, 2) == (1, "past v")
     now.kv[1, "v"][0][0, 0] -= 1
-    now.kv[1, "v"][0][0, 2] += 1  # position 2 is new at this step
-    assert changed_past(before, now) is None
+    now.kv[1, "v"][0][0, 2] += 1  # position 2 is new at this step, or another token has been put in its place
+    assert changed_past(before, now, 2) is None
+    assert changed_past(before, now, 3) == (1, "past v")
 
 
 def test_tolerance_is_relative_and_nan_is_never_equal():

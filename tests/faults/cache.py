@@ -317,3 +317,19 @@ def crop_from_the_front(hf: Any) -> Iterator[None]:
 
     with patch.object(DynamicLayer, "crop", crop):
         yield
+
+
+@fault(can_crop, signature="after a crop of drafted tokens")
+def crop_of_drafts_leaves_a_token(hf: Any) -> Iterator[None]:
+    """Cropping after a pass of several tokens keeps one too many."""
+    original = Cache.crop
+
+    def note(now: Pass, kwargs: dict[str, Any]) -> None:
+        if now.cached:
+            cache_of(kwargs).drafted = now.drafted
+
+    def crop(self: Cache, tokens: int) -> None:
+        original(self, min(tokens + getattr(self, "drafted", False), 0))
+
+    with before_pass(hf.base_model, note), patch.object(Cache, "crop", crop):
+        yield

@@ -44,12 +44,14 @@ def _outputs(hf: Any) -> dict[str, Tensor]:
         "a later prompt": lambda: cache_on(hf, OTHER, prompt=9),
         "chunked prefill": lambda: cache_on(hf, LONG, prompt=18, chunk=6),
         "left padding": lambda: cache_on(hf, LONG, prompt=6, padding=3),
+        "several tokens": lambda: cache_on(hf, LONG, prompt=5, several=4),
         "after a crop": lambda: cache_on(hf, LONG, prompt=5, crop=3),
+        "after a crop of drafts": lambda: cache_on(hf, LONG, prompt=5, crop=3, drafted=True),
         "cache-OFF": lambda: run(hf, LONG, 0, None),
         "cache-OFF at 16": lambda: run(hf, LONG[:16], 0, None),
     }
     with promote_float32(), torch.no_grad():
-        return {name: _logits(case) for name, case in cases.items() if name != "after a crop" or can_crop(hf)}
+        return {name: _logits(case) for name, case in cases.items() if "crop" not in name or can_crop(hf)}
 
 
 def _logits(case: Callable[[], Tensor]) -> Tensor:
@@ -61,11 +63,18 @@ def _logits(case: Callable[[], Tensor]) -> Tensor:
 
 
 def cache_on(
-    hf: Any, ids: Sequence[int], prompt: int, chunk: int | None = None, padding: int = 0, crop: int = 0
+    hf: Any,
+    ids: Sequence[int],
+    prompt: int,
+    chunk: int | None = None,
+    padding: int = 0,
+    crop: int = 0,
+    drafted: bool = False,
+    several: int = 1,
 ) -> Tensor:
-    """Logits ``[token, vocab]`` of real tokens: the prompt in chunks, the rest one by one, with a cache.
+    """Logits ``[token, vocab]`` of real tokens: the prompt in chunks, the rest ``several`` at a time, with a cache.
 
-    With ``crop``, so many other tokens are consumed after the prompt and cropped again.
+    With ``crop``, so many other tokens are consumed after the prompt, in one pass if ``drafted``, and cropped again.
     """
     cache = DynamicCache(config=hf.config)
     tokens = [0] * padding + list(ids)
@@ -77,11 +86,11 @@ def cache_on(
         found.append(run(hf, tokens[start:end], start - padding, cache, padding))
         start = end
     if crop:
-        for token in range(crop):
-            run(hf, [100 + token], start + token, cache)
+        for token in range(0, crop, crop if drafted else 1):
+            run(hf, [100 + token + n for n in range(crop if drafted else 1)], start + token, cache)
         cache.crop(-crop)
-    for end in range(start, len(tokens)):
-        found.append(run(hf, tokens[end : end + 1], end - padding, cache, padding))
+    for end in range(start, len(tokens), several):
+        found.append(run(hf, tokens[end : end + several], end - padding, cache, padding))
         if crop:
             cache.crop(0)
     return torch.cat(found)[padding:]

@@ -42,6 +42,11 @@ class Pass:
         """Several tokens on top of a cache that holds some."""
         return self.past > 0 and self.queries > 1
 
+    @property
+    def drafted(self) -> bool:
+        """2 to 4 tokens on top of a cache that holds some: fewer than a chunk of a prompt."""
+        return self.past > 0 and 1 < self.queries < 5
+
 
 @contextmanager
 def before_pass(module: nn.Module, change: Callable[[Pass, dict[str, Any]], None]) -> Iterator[None]:

@@ -66,6 +66,18 @@ def positions_restart_at_a_chunk(hf: Any) -> Iterator[None]:
         yield
 
 
+@fault(reads_positions, signature="in a pass of several tokens")
+def positions_of_drafts_repeat(hf: Any) -> Iterator[None]:
+    """In a pass of 2 to 4 tokens on top of a cache all of them have the position of the first."""
+
+    def change(now: Pass, kwargs: dict[str, Any]) -> None:
+        if now.drafted:
+            kwargs["position_ids"] = kwargs["position_ids"][:, :1].expand(-1, now.queries)
+
+    with before_pass(hf.base_model, change):
+        yield
+
+
 @fault(reads_positions, signature="with left padding")
 def left_padding_counted_at_decode(hf: Any) -> Iterator[None]:
     """A decoded token is placed by its slot in the cache, so that left padding counts as positions."""

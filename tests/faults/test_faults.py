@@ -77,11 +77,15 @@ def test_a_fault_leaves_nothing_behind_after_an_error(name, hooks):
 
 def test_a_fault_shows_where_its_name_says():
     names = ("left-padding-seen-at-decode", "crop-leaves-a-token", "chunk-mask-one-off")
+    names = (*names, "crop-of-drafts-leaves-a-token", "mask-of-drafts-one-off", "positions-of-drafts-repeat")
     names = (*names, "cache-off-ignores-the-window", "stale-prefix-of-an-earlier-prompt")
     found = {name: shown(name, "gemma3") for name in names}
     assert found["left-padding-seen-at-decode"] == {"left padding"}
-    assert found["crop-leaves-a-token"] == {"after a crop"}
-    assert found["chunk-mask-one-off"] == {"chunked prefill"}
+    assert found["crop-leaves-a-token"] == {"after a crop", "after a crop of drafts"}
+    assert found["crop-of-drafts-leaves-a-token"] == {"after a crop of drafts"}
+    assert found["mask-of-drafts-one-off"] == {"several tokens"}
+    assert found["positions-of-drafts-repeat"] == {"several tokens"}
+    assert found["chunk-mask-one-off"] == {"chunked prefill", "several tokens"}
     assert found["cache-off-ignores-the-window"] == {"cache-OFF", "cache-OFF at 16"}
     assert found["stale-prefix-of-an-earlier-prompt"] == {"a later prompt", "left padding"}
 

@@ -67,6 +67,32 @@ def test_after_a_crop_the_run_continues_as_if_it_had_never_been_there(family, ti
     assert torch.equal(step.logits, plain.logits)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_several_tokens_in_a_pass_are_those_tokens_one_by_one(family, tiny_model):
+    model, fixed = tiny_model(family), (FixedShape(32),)
+    run = kd.CacheOn(left_padding=2, controls=fixed).start(model, PROMPT)
+    run.keep_past()
+    run.step()
+    assert run.extend([1, 2, 3, 4]).position == len(PROMPT) + 3
+    run.crop(3)
+    step = run.extend([9, 8])
+    plain = kd.CacheOff(controls=fixed).start(model, [*PROMPT, 1, 9, 8]).step()
+    assert step.position == len(PROMPT) + 2
+    assert torch.equal(step.logits, plain.logits)
+    assert torch.equal(
+        run.extend([7]).logits, kd.CacheOff(controls=fixed).start(model, [*PROMPT, 1, 9, 8, 7]).step().logits
+    )
+
+
+def test_tokens_in_one_pass_follow_a_prompt(tiny_model):
+    run = kd.CacheOn().start(tiny_model("llama"), PROMPT)
+    with pytest.raises(InputError, match="after the first step"):
+        run.extend([1, 2])
+    run.step()
+    with pytest.raises(InputError, match="at least one token"):
+        run.extend([])
+
+
 def test_what_cannot_be_taken_back_is_refused(tiny_model):
     run = kd.CacheOn().start(tiny_model("llama"), PROMPT)
     run.step()

@@ -14,6 +14,7 @@ from transformers.cache_utils import CacheLayerMixin
 from kvdrift.controls.row_tiles import RowTiles
 from kvdrift.errors import InputError, ModelError
 from kvdrift.tracing.seam import AttentionCall, Order, Output, eager_function
+from kvdrift.tracing.tap import n_tokens
 
 if TYPE_CHECKING:
     from kvdrift.models.model import Model
@@ -44,18 +45,20 @@ class FixedAttention:
     def __init__(self, model: Model, max_length: int, tiles: RowTiles) -> None:
         self.model, self.max_length, self.tiles = model, max_length, tiles
         self.consumed: int | None = None
+        self.tokens = 0
         self.padding = 0
         self.layers = attention_parts(model)
 
     def before_pass(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Remember what the pass's cache has taken in, and its left padding: a forward pre-hook of the decoder."""
+        """Remember the tokens of a pass, those before it, and its left padding: a forward pre-hook of the decoder."""
         caches = [value for value in (*args, *kwargs.values()) if isinstance(value, Cache)]
         self.consumed = consumed(caches[0]) if caches else 0
+        self.tokens = n_tokens(args, kwargs)
         self.padding = left_padding(kwargs.get("attention_mask"))
 
     def after_pass(self, *_: Any) -> None:
         """Forget it: a forward hook of the decoder."""
-        self.consumed, self.padding = None, 0
+        self.consumed, self.tokens, self.padding = None, 0, 0
 
     def __call__(self, call: AttentionCall, proceed: Callable[[AttentionCall], Output]) -> Output:
         """Execute one attention call."""
@@ -72,7 +75,8 @@ class FixedAttention:
     def _execute(self, call: AttentionCall, layer: int, function: Callable[..., Output]) -> Output:
         tile, query = self.tiles.tile, call.query
         n_queries, n_keys = query.shape[2], call.key.shape[2]
-        start = (n_keys - n_queries if self.consumed is None else self.consumed) - self.padding
+        before = n_keys - n_queries if self.consumed is None else self.consumed
+        start = before + max(self.tokens - n_queries, 0) - self.padding  # a layer may run the last tokens alone
         end = start + n_queries
         if end > self.max_length:
             raise InputError(

@@ -20,7 +20,7 @@ def lack_of_room(model: Model) -> str | None:
 
 
 def float64_copy(model: Model) -> Model:
-    """A copy of the model in float64, with its experts run one by one.
+    """A copy of the model in float64; see `cast_copy`.
 
     Raises
     ------
@@ -36,7 +36,4 @@ def float64_copy(model: Model) -> Model:
     lack = lack_of_room(model)
     if lack is not None:
         raise ModelError(lack)
-    hf = cast_copy(model.hf, torch.float64)
-    if getattr(hf.config, "_experts_implementation", None) not in (None, "eager"):
-        hf.set_experts_implementation("eager")  # grouped products have no float64 kernel
-    return model.around(hf)
+    return model.around(cast_copy(model.hf, torch.float64))

@@ -23,7 +23,7 @@ def cast_copy(module: ModuleT, dtype: torch.dtype) -> ModuleT:
     ``from_pretrained(dtype=...)`` would keep in float32 stays float32: non-persistent buffers such as rotary
     frequencies and, beside half-precision weights, what the model's class names (router biases, say). Evaluation
     mode, devices, hooks and the attention implementation are those of the original; the copy's config names the
-    new dtype.
+    new dtype. In float64 experts run one by one, since grouped products have no float64 kernel.
 
     Parameters
     ----------
@@ -75,7 +75,15 @@ def cast_copy(module: ModuleT, dtype: torch.dtype) -> ModuleT:
     result = copy.deepcopy(module, memo)
     for config in _configs(result):
         config.dtype = dtype
+    model: Any = result
+    if dtype == torch.float64 and experts_in(model) not in (None, "eager"):
+        model.set_experts_implementation("eager")  # grouped products have no float64 kernel
     return result
+
+
+def experts_in(module: Any) -> str | None:
+    """How a transformers model runs its experts; None if it has none to choose for."""
+    return getattr(getattr(module, "config", None), "_experts_implementation", None)
 
 
 def _target(module: nn.Module, name: str, tensor: Tensor, dtype: torch.dtype) -> torch.dtype:

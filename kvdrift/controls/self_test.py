@@ -176,8 +176,10 @@ def _watched(bound: BoundFixedShape, seen: _Seen) -> Iterator[None]:
 def _moved(alone: list[Tensor], beside: list[Tensor], n_tokens: int, n_junk: int) -> Iterator[Failure]:
     """The first block in which appended tokens change an earlier row."""
     for layer, (x, y) in enumerate(zip(alone, beside, strict=True)):
-        tokens = next((axis for axis, sizes in enumerate(zip(x.shape, y.shape, strict=True)) if sizes[0] < sizes[1]), 1)
-        if not same_bits(x, y.narrow(tokens, 0, n_tokens)):
+        tokens = [axis for axis, sizes in enumerate(zip(x.shape, y.shape, strict=True)) if sizes[0] < sizes[1]]
+        if not tokens:  # nothing of it belongs to a token
+            continue
+        if not same_bits(x, y.narrow(tokens[0], 0, n_tokens)):
             where = f"block {layer}" if layer < len(alone) - 1 else "the logits"
             yield Failure("junk", where, f"{n_junk} tokens appended after {n_tokens} change an earlier row")
             return

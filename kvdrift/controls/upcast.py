@@ -114,10 +114,13 @@ class WideOperators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _widened(self, func: Any, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        asked = kwargs.get("dtype")
+        if asked is not None and not asked.is_floating_point:  # counts, which nothing rounds
+            return func(*args, **kwargs)
         name = self.operators[func]
         self.counts[name] += 1
-        if kwargs.get("dtype") is not None:  # the operator is asked for another dtype than its input's
-            dtype, kwargs = kwargs["dtype"], {**kwargs, "dtype": self.dtype}
+        if asked is not None:  # another dtype than that of the input
+            dtype, kwargs = asked, {**kwargs, "dtype": self.dtype}
         if name in ("_softmax", "_log_softmax") and args[2]:  # half to float in one go
             dtype, args = torch.float32, (*args[:2], False)
         result = func(*(self._wide(arg) for arg in args), **kwargs)

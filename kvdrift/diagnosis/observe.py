@@ -17,7 +17,7 @@ from kvdrift.controls.fixed_attention import attention_parts
 from kvdrift.paths.path import Run, Step
 from kvdrift.tracing.seam import AttentionCall, Order, Output, seam
 from kvdrift.tracing.sites import HEAD_SITES, LOGITS, PATTERN
-from kvdrift.tracing.tap import Tap, Values
+from kvdrift.tracing.tap import Tap, Values, n_tokens
 
 if TYPE_CHECKING:
     from kvdrift.models.model import Model
@@ -128,6 +128,7 @@ class Observer:
     def step(self, tokens: Sequence[int] | None = None) -> Snapshot:
         """One step of the run, observed; see `advance`."""
         self._tap.steps.clear()
+        self._tap.consumed.clear()
         hf = self.run.model.hf
         with ExitStack() as stack:
             stack.callback(hf.register_forward_pre_hook(self._calls.begin, with_kwargs=True).remove)
@@ -166,22 +167,25 @@ class Observer:
 
 
 def _rows(passes: list[Values], tokens: list[int]) -> dict[Key, Tensor]:
-    """Sites with a row per token, rows first, the passes of a chunked prefill one after the other."""
+    """Sites with a row per token, rows first, the passes of a chunked prefill one after the other.
+
+    A layer that computes the last tokens of a pass only (where it writes no keys that others read) has rows of the
+    last chunk alone.
+    """
     found: dict[Key, Tensor] = {}
     for site, layers in passes[-1].items():
         if site in ("k", "v", LOGITS):
             continue
         for layer in layers:
-            heads = site in HEAD_SITES
-            parts = [_rows_first(values[site][layer][0], n, heads) for values, n in zip(passes, tokens, strict=True)]
-            found[layer, site] = parts[0] if len(parts) == 1 else torch.cat(parts)
+            parts = [_rows_first(values[site][layer][0], site in HEAD_SITES) for values in passes]
+            whole = all(len(rows) == n for rows, n in zip(parts, tokens, strict=True))
+            found[layer, site] = torch.cat(parts) if whole and len(parts) > 1 else parts[-1]
     return found
 
 
-def _rows_first(value: Tensor, n_tokens: int, heads: bool) -> Tensor:
-    """Move the axis of tokens to the front: the second one of ``q`` and ``z``, else the first with as many entries."""
-    axis = 1 if heads else next(axis for axis, size in enumerate(value.shape) if size == n_tokens)
-    return value.movedim(axis, 0)
+def _rows_first(value: Tensor, heads: bool) -> Tensor:
+    """Move the axis of tokens to the front: it is the second one of ``q`` and ``z``, the first one elsewhere."""
+    return value.movedim(1, 0) if heads else value
 
 
 class _Calls:
@@ -201,8 +205,7 @@ class _Calls:
 
     def begin(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note that a pass begins: a forward pre-hook of the model."""
-        ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
-        self._tokens.append(int(ids.shape[-1]))
+        self._tokens.append(n_tokens(args, kwargs))
 
     def take(self) -> tuple[list[int], list[tuple[int, AttentionCall]]]:
         """Tokens of each pass, and the calls with the number of their pass; both are handed over."""

@@ -72,9 +72,9 @@ class Excess:
 class OperatorWitness(TorchDispatchMode):
     """Checks the operators that fixed shape replaces while native forward passes run; changes none of their bits.
 
-    Each operator is checked at its first call in every combination of shapes, strides and dtypes, float64 ones not
-    at all. Errors are held against, with w the unit roundoff of float32, u that of the result and n the number of
-    terms,
+    Each operator is checked at its first call in every combination of shapes, strides and dtypes; those in float64, and
+    those that take or give no floating-point numbers, not at all. Errors are held against, with w the unit roundoff of
+    float32, u that of the result and n the number of terms,
 
     - matrix products: (n + 4) w ‖a‖‖b‖ and u of the result (of a sum with a bias: of both summands too);
     - sums: n w Σ|x| and u; variances alike with the squares; products: n u, norms: n w and u, relatively;
@@ -165,6 +165,8 @@ class OperatorWitness(TorchDispatchMode):
         self._seen.add(signature)
         given = tuple(arg.clone() if isinstance(arg, Tensor) else arg for arg in args) if _mutable(func) else args
         result = func(*args, **kwargs)
+        if not _has_floats(result if isinstance(result, (tuple, list)) else (result,)):
+            return result  # counts, indices, truth values
         with _disable_current_modes(), torch.no_grad():
             ratio = max((_ratio(*checked) for checked in rule(func, given, kwargs, result)), default=None)
         if ratio is not None:
@@ -355,8 +357,6 @@ def _elementwise(
 
     Kernels compute functions of half precision in float32, but round scalars and terms of sums to it.
     """
-    if not result.is_floating_point():
-        return
     given = _in_float64(args)
     size = 0.0 if terms is None else terms(*given, **kwargs)
     exact = op(*given, **kwargs)  # in place, if it is one, of what is in float64

@@ -34,7 +34,7 @@ def residual_metrics(a: Values, b: Values, sites: Sequence[str], device: torch.d
     """
     rows = [(site, layer) for site in sites for layer in a[site] if layer in b[site]]
     found: dict[str, dict[str, dict[int, float]]] = {site: {} for site in sites}
-    for group in _by_dtype(rows, lambda row: (a[row[0]][row[1]].dtype, b[row[0]][row[1]].dtype)):
+    for group in _alike(rows, lambda row: tuple((v[row[0]][row[1]].dtype, v[row[0]][row[1]].shape) for v in (a, b))):
         x, y = (torch.stack([v[site][layer][0].to(device) for site, layer in group]) for v in (a, b))
         for metric, values in site_metrics(x, y).items():
             for (site, layer), value in zip(group, values.tolist(), strict=True):
@@ -49,7 +49,7 @@ def residual_metrics(a: Values, b: Values, sites: Sequence[str], device: torch.d
     }
 
 
-def _by_dtype(rows: list[tuple[str, int]], key: Callable[[tuple[str, int]], object]) -> Iterator[list[tuple[str, int]]]:
+def _alike(rows: list[tuple[str, int]], key: Callable[[tuple[str, int]], object]) -> Iterator[list[tuple[str, int]]]:
     groups: dict[object, list[tuple[str, int]]] = {}
     for row in rows:
         groups.setdefault(key(row), []).append(row)

@@ -32,7 +32,7 @@ _CONTEXT = {"max_position_embeddings": 256}
 _MLP = {"intermediate_size": 512}
 _DENSE = {**_HEADS, **_CONTEXT, **_MLP}
 _GQA = {**_DENSE, "num_key_value_heads": 2}
-_MOE = {"experts_implementation": "eager", "num_experts_per_tok": 2}
+_MOE = {"num_experts_per_tok": 2}
 _GEMMA = {**_GQA, "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 8}
 _MLA = {
     "q_lora_rank": 64,
@@ -126,7 +126,8 @@ def tiny(
     family
         One of `FAMILIES`.
     dtype
-        Floating dtype of the weights. The base weights are the same in every dtype.
+        Floating dtype of the weights. The base weights are the same in every dtype. Experts run as transformers runs
+        them by default, in float64 one by one (grouped products have no float64 kernel).
     seed
         Decides the weights. The global random state is neither read nor moved.
     attn
@@ -157,6 +158,8 @@ def tiny(
         raise InputError(f"dtype {dtype} cannot hold weights: give torch.float32, torch.bfloat16 or torch.float16.")
     if attn == "auto":
         attn = supported_attn(family)[0]
+    if dtype == torch.float64:
+        overrides = {"experts_implementation": "eager", **overrides}
     weights = _weights(family, seed, overrides)
     config = _config(family, overrides)
     # initialising what the weights then replace draws random numbers in some families
@@ -201,7 +204,8 @@ def _config(family: str, overrides: Mapping[str, Any]) -> transformers.PreTraine
     """A fresh configuration: transformers writes into the one it builds from."""
     model_type, values = _CONFIGS[family]
     base = transformers.AutoConfig.for_model(model_type, **{**_SHAPE, **values})
-    unknown = sorted(name for name in overrides if name not in values and not hasattr(base, name))
+    known = {*values, "experts_implementation"}
+    unknown = sorted(name for name in overrides if name not in known and not hasattr(base, name))
     if unknown:
         raise InputError(f"{type(base).__name__} has no {', '.join(unknown)}: check the spelling of the override.")
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -72,6 +72,7 @@ class Recording:
             with self.tap:
                 for number in range(n_steps):
                     self.tap.steps.clear()
+                    self.tap.consumed.clear()
                     step = run.step(tokens[-1] if number else None)
                     if leaves_finite(step.logits):
                         raise explain_nonfinite(self.model, tokens, run.attn)
@@ -186,8 +187,16 @@ class Recording:
                     self.masks[site][index] = True
                     continue
                 rows = torch.cat([part[0] for part in parts], dim=-2)
-                start = position + 1 - rows.shape[-2]
-                self._write(site, slots[layer][number], self.masks[site][index], rows, range(start, position + 1))
+                at = [*self._rows_at(parts, position)]
+                self._write(site, slots[layer][number], self.masks[site][index], rows, at)
+
+    def _rows_at(self, parts: list[Tensor], position: int) -> Iterator[int]:
+        """Absolute positions of the rows of one or several passes: each has those of the last tokens of its pass."""
+        consumed = self.tap.consumed[-len(parts) :]
+        end = position + 1 - sum(consumed)
+        for part, n_tokens in zip(parts, consumed, strict=True):
+            end += n_tokens
+            yield from range(end - part.shape[-2], end)
 
     def _write(self, site: str, slot: Tensor, mask: Tensor, rows: Tensor, at: Sequence[int]) -> None:
         """Write rows ``[…, position, feature]`` that sit at absolute positions ``at``."""

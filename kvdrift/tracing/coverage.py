@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 from kvdrift.errors import SiteError
 from kvdrift.tracing.sites import ALL_SITES, GLOBAL_SITES, HEAD_SITES, LOGITS, PATTERN
@@ -13,11 +13,31 @@ from kvdrift.tracing.sites import ALL_SITES, GLOBAL_SITES, HEAD_SITES, LOGITS, P
 
 @dataclass(frozen=True)
 class Place:
-    """Where a residual site is read: a module's input or output, times ``scale`` (a residual multiplier)."""
+    """Where a residual site is read: a module's input or output, times ``scale`` (a residual multiplier).
+
+    Attributes
+    ----------
+    module, kind, scale
+        What is read there.
+    axes
+        Which axes of the module's tensor are those of the batch and of the tokens. All others are features: several
+        streams are one row beside each other.
+    """
 
     module: nn.Module
     kind: Literal["input", "output"]
     scale: float = 1.0
+    axes: tuple[int, int] = (0, 1)
+
+    def rows(self, value: Tensor) -> Tensor:
+        """The module's tensor as ``[batch, token, feature]``: itself, a view of it or a copy."""
+        moved = value.movedim(self.axes, (0, 1))
+        return moved if moved.ndim == 3 else moved.flatten(2)
+
+    def unrows(self, rows: Tensor, like: Tensor) -> Tensor:
+        """Undo `rows`, into the shape of ``like``."""
+        moved = like.movedim(self.axes, (0, 1))
+        return rows.reshape(moved.shape).movedim((0, 1), self.axes)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kvdrift.models.model import Model
 
 PROBE_TOKENS = 6
+_NO_ROWS = "no axis of it is that of the tokens of a pass, so that nothing in it belongs to a position"
 Prepared = Callable[[], Callable[[], Tensor]]
 """Prepares a probe pass (fills its cache) and returns the pass itself."""
 
@@ -153,7 +154,9 @@ def _find(model: Model, passes: list[Prepared]) -> Coverage:
     reasons: dict[str, str] = {}
     multiplier = float(getattr(model.hf.config, "residual_multiplier", 1.0) or 1.0)
 
-    places["embed"][0] = Place(model.hf.get_input_embeddings(), "output")
+    axes = _token_axes(model)
+    if "embed" in axes:
+        places["embed"][0] = Place(model.hf.get_input_embeddings(), "output", axes=axes["embed"])
     if tree.final_norm is not None and all(
         w.norm is not None and w.head_input is not None and same_bits(w.norm, w.head_input) for w in watched
     ):
@@ -161,19 +164,30 @@ def _find(model: Model, passes: list[Prepared]) -> Coverage:
     else:
         reasons["final_norm"] = "no norm module returns what the LM head reads"
     for layer, block in enumerate(tree.blocks):
-        places["resid_pre"][layer] = Place(block, "input")
-        places["resid_post"][layer] = Place(block, "output")
-        added = _find_added(watched, layer, sorted({1.0, multiplier}))
+        before, after = axes.get(("input", layer)), axes.get(("output", layer))
+        if before is not None:
+            places["resid_pre"][layer] = Place(block, "input", axes=before)
+        if after is not None:
+            places["resid_post"][layer] = Place(block, "output", axes=after)
+        if before is None or before != after:
+            continue
+        added = _find_added(watched, layer, sorted({1.0, multiplier}), before)
         if added is not None:
             places["attn_out"][layer], places["mlp_out"][layer] = added
             middle = _find_middle(watched, layer, added[0])
             if middle is not None:
                 places["resid_mid"][layer] = middle
+    for site in ("embed", "resid_pre", "resid_post"):
+        missing = [layer for layer in range(1 if site == "embed" else n_layers) if layer not in places[site]]
+        if missing:
+            reasons[site] = _in_layers(missing, n_layers) + _NO_ROWS
     for site in ("attn_out", "mlp_out", "resid_mid"):
         missing = [layer for layer in range(n_layers) if layer not in places[site]]
         if missing:
             why = (
-                "no module reads resid_pre + attn_out alone (a parallel block)"
+                _NO_ROWS
+                if any(layer not in places["resid_pre"] or layer not in places["resid_post"] for layer in missing)
+                else "no module reads resid_pre + attn_out alone (a parallel block)"
                 if site == "resid_mid" and len(places["attn_out"]) == n_layers
                 else "no two modules add up to the residual stream one after the other in every bit"
             )
@@ -206,6 +220,44 @@ def _find(model: Model, passes: list[Prepared]) -> Coverage:
     return Coverage(places, attention, pattern, n_layers, reasons, table_layers)
 
 
+def _token_axes(model: Model) -> dict[str | tuple[str, int], tuple[int, int]]:
+    """The axes of batch and tokens of ``"embed"``, and of ``("input", i)`` and ``("output", i)`` of every block.
+
+    The axis of tokens is the one that is as long as a pass, in passes of two lengths; what has none is left out. Every
+    logit is asked for, since a layer whose keys nothing reads later may otherwise run the last token alone.
+    """
+    shapes: dict[str | tuple[str, int], list[tuple[int, ...]]] = {}
+    lengths = (PROBE_TOKENS, PROBE_TOKENS - 1)
+
+    def note(key: str | tuple[str, int], value: Any) -> None:
+        shapes.setdefault(key, []).append(tuple(value.shape) if isinstance(value, Tensor) else ())
+
+    def before(layer: int, _module: nn.Module, args: Any, kwargs: Any) -> None:
+        note(("input", layer), hidden(args, kwargs))
+
+    def after(key: str | tuple[str, int], _module: nn.Module, _args: Any, output: Any) -> None:
+        note(key, first_tensor(output))
+
+    with torch.no_grad(), ExitStack() as stack:
+        embedding = model.hf.get_input_embeddings()
+        stack.callback(embedding.register_forward_hook(partial(after, "embed")).remove)
+        for layer, block in enumerate(model.tree.blocks):
+            stack.callback(block.register_forward_pre_hook(partial(before, layer), with_kwargs=True).remove)
+            stack.callback(block.register_forward_hook(partial(after, ("output", layer))).remove)
+        for n_tokens in lengths:
+            ids = torch.arange(n_tokens, device=model.device).unsqueeze(0) % model.vocab_size
+            arguments = model.backend.arguments(ids, 0)
+            arguments.pop("logits_to_keep", None)
+            model.backend.call(arguments)
+    found = {}
+    for key, seen in shapes.items():
+        axes = [axis for axis, sizes in enumerate(zip(*seen, strict=False)) if sizes == lengths]
+        ones = [axis for axis, sizes in enumerate(zip(*seen, strict=False)) if sizes == (1, 1)]
+        if len(seen) == 2 and len(axes) == 1 and ones and len(seen[0]) > 2:
+            found[key] = (ones[0], axes[0])
+    return found
+
+
 def _at_hook_points(model: Model, passes: list[Prepared], coverage: Coverage) -> Coverage:
     """Read sites at the model's own hook points (a bridge's), where these hold the same bits in both passes."""
     points = model.backend.hook_points(model.tree.blocks, model.tree.final_norm)
@@ -229,7 +281,7 @@ def _at_hook_points(model: Model, passes: list[Prepared], coverage: Coverage) ->
     places = {site: dict(by_layer) for site, by_layer in coverage.places.items()}
     for (site, layer), same in agree.items():
         if same:
-            places[site][layer] = Place(points[site, layer], "output", places[site][layer].scale)
+            places[site][layer] = replace(places[site][layer], module=points[site, layer], kind="output")
     return replace(coverage, places=places)
 
 
@@ -258,7 +310,9 @@ def _in_layers(layers: list[int], n_layers: int) -> str:
     return f"in layers {shown}: "
 
 
-def _find_added(watched: list[_Watch], layer: int, scales: list[float]) -> tuple[Place, Place] | None:
+def _find_added(
+    watched: list[_Watch], layer: int, scales: list[float], axes: tuple[int, int]
+) -> tuple[Place, Place] | None:
     """The two modules whose outputs are added to the residual, in order; the last ones of equal bits."""
     found: set[tuple[int, int, float]] | None = None
     order: list[tuple[int, int, float]] = []
@@ -280,7 +334,7 @@ def _find_added(watched: list[_Watch], layer: int, scales: list[float]) -> tuple
     if not found:
         return None
     attn, mlp, scale = [key for key in order if key in found][-1]
-    return Place(names[attn], "output", scale), Place(names[mlp], "output", scale)
+    return Place(names[attn], "output", scale, axes), Place(names[mlp], "output", scale, axes)
 
 
 def _find_middle(watched: list[_Watch], layer: int, attn_out: Place) -> Place | None:
@@ -294,7 +348,7 @@ def _find_middle(watched: list[_Watch], layer: int, attn_out: Place) -> Place | 
         names |= {id(e.module): e.module for e in events}
         here = [id(e.module) for e in events]
         readers = here if readers is None else [key for key in readers if key in here]
-    return Place(names[readers[0]], "input") if readers else None
+    return Place(names[readers[0]], "input", axes=attn_out.axes) if readers else None
 
 
 def _prove(model: Model, coverage: Coverage, passes: list[Prepared], plain: list[Tensor]) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from kvdrift.errors import SiteError
+from kvdrift.errors import ModelError, SiteError
 from kvdrift.tracing.seam import AttentionCall, Order, Output, seam
 from kvdrift.tracing.sites import GLOBAL_SITES, HEAD_SITES, LOGITS, PATTERN, choose_heads, choose_layers, parse_sites
 
@@ -25,15 +25,37 @@ Where = Literal["current", "all"]
 
 
 def hidden(arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Tensor:
-    """The residual stream among a block's arguments: ``hidden_states=``, else the first tensor."""
+    """The residual stream among a block's arguments: ``hidden_states=``, else the first tensor.
+
+    Raises
+    ------
+    ModelError
+        If there is no tensor among them.
+    """
     if "hidden_states" in keywords:
         return keywords["hidden_states"]
-    return next(x for x in arguments if isinstance(x, Tensor))
+    found = next((x for x in (*arguments, *keywords.values()) if isinstance(x, Tensor)), None)
+    if found is None:
+        raise ModelError("A decoder block was called without a tensor, so that no residual stream can be read there.")
+    return found
 
 
 def first_tensor(output: Any) -> Tensor:
     """A module's main output: the tensor itself, or the first element of its tuple."""
     return output[0] if isinstance(output, (tuple, list)) else output
+
+
+def n_tokens(arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> int:
+    """How many tokens a pass of a model consumes, by the ids or embeddings that it is given; 0 if it is given neither.
+
+    Examples
+    --------
+    >>> n_tokens((torch.tensor([[5, 7, 11]]),), {}), n_tokens((), {"pixel_values": None})
+    (3, 0)
+    """
+    given = keywords.get("input_ids", arguments[0] if arguments else None)
+    given = keywords.get("inputs_embeds") if given is None else given
+    return given.shape[1] if isinstance(given, Tensor) else 0
 
 
 class Tap:
@@ -58,7 +80,7 @@ class Tap:
     copy
         Copy whole K/V tensors. Without it they are the kernel's own, valid until a cache overwrites them.
     keep
-        Keep every pass in `steps`.
+        Keep every pass in `steps`, and how many tokens each consumed in `consumed`.
     scaled
         Multiply terms by the model's residual multiplier, as they are added; without it they are what the module
         returns, which is what a patch writes back.
@@ -91,6 +113,8 @@ class Tap:
         self.enabled = True
         self.values: Values = {}
         self.steps: list[Values] = []
+        self.consumed: list[int] = []
+        self._consumed = 0
         self._stack = ExitStack()
         self._active = False
 
@@ -114,7 +138,7 @@ class Tap:
         if self._active:
             raise SiteError("This tap is in place already; make another one for the inner block.")
         with ExitStack() as stack:
-            stack.enter_context(_hook(self.model.hf.register_forward_pre_hook(self._begin)))
+            stack.enter_context(_hook(self.model.hf.register_forward_pre_hook(self._begin, with_kwargs=True)))
             stack.enter_context(_hook(self.model.hf.register_forward_hook(self._end)))
             for site, layers in self.layers.items():
                 for layer in layers:
@@ -138,6 +162,7 @@ class Tap:
 
         def read(tensor: Tensor) -> None:
             if self.enabled:
+                tensor = place.rows(tensor)
                 value = tensor[:, -1].clone() if self.where == "current" else tensor.clone()
                 self.values.setdefault(site, {})[layer] = value if scale == 1 else value * scale
 
@@ -149,9 +174,9 @@ class Tap:
             handle = place.module.register_forward_hook(lambda _m, _a, out: read(first_tensor(out)))
         stack.enter_context(_hook(handle))
 
-    def _begin(self, *_: object) -> None:
+    def _begin(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.enabled:
-            self.values = {}
+            self.values, self._consumed = {}, n_tokens(args, kwargs)
 
     def _end(self, _module: nn.Module, _args: object, output: Any) -> None:
         if not self.enabled:
@@ -160,6 +185,7 @@ class Tap:
             self.values[LOGITS] = {0: _logits(output)[:, -1].clone()}
         if self.keep:
             self.steps.append(self.values)
+            self.consumed.append(self._consumed)
 
     def __call__(self, call: AttentionCall, proceed: Callable[[AttentionCall], Output]) -> Output:
         """The link in the attention seam: read ``q``, ``k``, ``v`` before the kernel, ``z`` after it."""
@@ -191,7 +217,10 @@ class Tap:
 def _logits(output: Any) -> Tensor:
     """The logits among a model's outputs: by name, or the first ``[batch, position, vocab]`` of a tuple."""
     if isinstance(output, tuple):
-        return next(x for x in output if isinstance(x, Tensor) and x.ndim == 3)
+        found = next((x for x in output if isinstance(x, Tensor) and x.ndim == 3), None)
+        if found is None:
+            raise ModelError("The model returned a tuple without logits [batch, position, vocab] in it.")
+        return found
     return output.logits
 
 

@@ -118,12 +118,21 @@ class SiteEditor:
         place = self.model.coverage.places[site][layer]
 
         def write(own: Tensor) -> None:
-            changed = self.edit(site, layer, own)
-            if changed is not own:
-                own.copy_(changed)  # into the stream itself: it has readers that no hook hands a copy
+            rows = place.rows(own)
+            changed = self.edit(site, layer, rows)
+            viewed = rows.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
+            if changed is not rows or not viewed:
+                own.copy_(place.unrows(changed, own))  # the stream itself: it has readers that no hook hands a copy
 
-        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
-            write(hidden(args, kwargs))
+        def before(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+            own = hidden(args, kwargs)
+            if 0 not in own.stride():
+                write(own)
+                return None
+            apart = own.clone()  # entries of the stream share memory, as in copies that are only expanded
+            write(apart)
+            given = {name: apart if value is own else value for name, value in kwargs.items()}
+            return tuple(apart if value is own else value for value in args), given
 
         def after(_module: nn.Module, _args: Any, output: Any) -> None:
             write(first_tensor(output))
@@ -176,13 +185,14 @@ class Writer(SiteEditor):
         blocks = self._blocks.get((site, layer))
         if not blocks:
             return own
-        n_rows = own.shape[-2]
+        n_rows = own.shape[-2] if site in HEAD_SITES else own.shape[1]
+        first = self.position + 1 - n_rows
         if site not in HEAD_SITES:
             for block in blocks:
-                rows = as_index(shifted(block.positions, n_rows - 1 - self.position))
+                rows = as_index(shifted(block.positions, -first))
                 own[:, rows] = block.value.to(own.device, own.dtype)
             return own
-        at = self.keys(layer, n_rows) if site in ("k", "v") else range(self.position + 1 - n_rows, self.position + 1)
+        at = self.keys(layer, n_rows) if site in ("k", "v") else range(first, self.position + 1)
         changed = own.clone()
         for block in blocks:
             write_at(changed, block.heads, slots(block.positions, at), block.value)

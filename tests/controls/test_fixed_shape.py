@@ -108,11 +108,10 @@ def test_every_length_beside_windows_and_tiles(length, tiny_model):
         assert torch.equal(logits(on, model, LONG[:length]), logits(off, model, LONG[:length]))
 
 
-def test_experts_run_in_groups_are_covered():
-    model = kd.load(tiny("mixtral", experts_implementation="grouped_mm"), quiet=True)
+@pytest.mark.parametrize("experts", ["eager", "batched_mm"])  # every other test has grouped ones, the default
+def test_experts_run_one_by_one_or_in_batches_are_covered(experts):
+    model = kd.load(tiny("mixtral", experts_implementation=experts), quiet=True)
     assert not moving(compare(model, PROMPT))
-    batched = kd.load(tiny("mixtral", experts_implementation="batched_mm"), quiet=True)
-    assert not moving(compare(batched, PROMPT))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

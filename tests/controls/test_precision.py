@@ -54,7 +54,11 @@ def test_upward_is_exact_and_comes_back(family, dtype):
         assert name == other
         assert b.dtype == dtype
         assert torch.equal(a.to(dtype), b)
-    assert torch.equal(logits(cast_copy(up, torch.bfloat16)), logits(model))
+    down = cast_copy(up, torch.bfloat16)
+    if dtype == torch.float64 and model.config._experts_implementation == "grouped_mm":
+        assert down.config._experts_implementation == "eager", "grouped products have no float64 kernel"
+        model.set_experts_implementation("eager")
+    assert torch.equal(logits(down), logits(model))
 
 
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])

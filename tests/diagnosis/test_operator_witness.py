@@ -250,3 +250,33 @@ def test_a_sentence_about_it():
     assert str(one) == "mm of [1, 4] and [4, 8] in float32 in lm_head is off by 2.35 times what rounding explains."
     assert one.where == "lm_head, [1, 4] and [4, 8] in float32"
     assert Excess("mm", "", "[1, 4]", 2.0).where == "[1, 4]"
+
+
+@pytest.mark.parametrize(
+    "count",
+    [
+        lambda x: x.cumsum(0, dtype=torch.int32),  # the offsets of grouped experts
+        lambda x: (x > 0).sum(-1),
+        lambda x: x.sum(-1, dtype=torch.int64),
+        lambda x: x.cumprod(0, dtype=torch.int32),
+        lambda x: (x > 0).to(torch.int64).cumsum(-1),
+        lambda x: torch.histc(x, bins=4, min=0, max=3).cumsum(0, dtype=torch.int64),
+        lambda x: torch.pow(x.to(torch.int64), 2),
+        lambda x: (x > 0).float().mean(-1),
+    ],
+)
+def test_integers_and_truth_values_are_left_alone(count):
+    x = torch.tensor([[0.0, 3.0, 1.0], [2.0, 2.0, 0.0]])
+    plain = count(x)
+    with OperatorWitness() as witness:
+        assert torch.equal(count(x), plain)
+    assert not witness.excesses
+    assert not witness.unchecked
+
+
+def test_floats_beside_integers_are_still_looked_at():
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
+    with Fault({aten.mean.dim: lambda _, result: result * 1.01}), OperatorWitness() as witness:
+        x.cumsum(0, dtype=torch.int32)
+        x.mean(-1)
+    assert [excess.op for excess in witness.excesses] == ["mean"]

@@ -77,7 +77,7 @@ def test_half_precision_is_the_rounded_float32_model(family):
 def test_equals_a_saved_and_reloaded_checkpoint(family, dtype, tmp_path):
     tiny(family).save_pretrained(tmp_path)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path, dtype=dtype, attn_implementation=supported_attn(family)[0], experts_implementation="eager"
+        tmp_path, dtype=dtype, attn_implementation=supported_attn(family)[0]
     )
     model = tiny(family, dtype=dtype)
     assert_same_tensors(model, loaded)
@@ -112,9 +112,12 @@ def test_families_that_refuse_sdpa():
     assert eager_only == {"gemma2", "gpt-oss", "bloom", "mamba"}
 
 
-def test_experts_run_eagerly():
-    for family in ("mixtral", "gpt-oss", "deepseek-v3"):
-        assert tiny(family).config._experts_implementation == "eager"
+@pytest.mark.parametrize("family", ["mixtral", "gpt-oss", "deepseek-v3"])
+def test_experts_run_as_transformers_runs_them_by_default(family):
+    assert tiny(family).config._experts_implementation == "grouped_mm"
+    wide = tiny(family, dtype=torch.float64)
+    assert wide.config._experts_implementation == "eager", "grouped products have no float64 kernel"
+    assert_same_tensors(tiny(family), wide.float())
 
 
 def test_overrides_reach_the_configuration():

@@ -14,14 +14,16 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 
+from kvdrift.backends.manner import MANNERS, Manner
 from kvdrift.errors import ModelError
 
 
 class HFBackend:
     """Drives one `transformers` causal LM and nothing else about it.
 
-    Every pass asks for the logits of the last position only (as `generate` does: the LM head at another row
-    count gives other bits) and passes explicit position ids where the model takes them.
+    By default every pass asks for the logits of the last position only (as `generate` does: the LM head at another
+    row count gives other bits) and passes explicit position ids where the model takes them; other manners of
+    calling it have a name, see `kvdrift.backends.manner`.
 
     Parameters
     ----------
@@ -30,7 +32,7 @@ class HFBackend:
 
     Attributes
     ----------
-    takes_positions, takes_logits_to_keep
+    takes_positions, takes_mask, takes_logits_to_keep
         Whether the model's forward has these arguments.
     """
 
@@ -38,6 +40,7 @@ class HFBackend:
         self.module = module
         parameters = inspect.signature(module.forward).parameters
         self.takes_positions = "position_ids" in parameters
+        self.takes_mask = "attention_mask" in parameters
         self.takes_logits_to_keep = "logits_to_keep" in parameters
         names = [name for name in ("cache", "cache_params", "past_key_values") if name in parameters]
         if not names:
@@ -63,7 +66,12 @@ class HFBackend:
 
     @torch.no_grad()
     def forward(
-        self, ids: Int[Tensor, "1 new"], start: int, cache: Cache | None = None, left_padding: int = 0
+        self,
+        ids: Int[Tensor, "1 new"],
+        start: int,
+        cache: Cache | None = None,
+        left_padding: int = 0,
+        call: str = "explicit",
     ) -> Float[Tensor, vocab]:
         """One forward pass over ``ids``, which sit at absolute positions ``start, start + 1, …``.
 
@@ -78,13 +86,15 @@ class HFBackend:
         left_padding
             How many tokens of padding stand before position 0, at ``-left_padding … -1``; the attention mask hides
             them.
+        call
+            The manner of calling the model: a name in `kvdrift.backends.manner.MANNERS`.
 
         Returns
         -------
         Tensor
             Logits of the last position, ``[vocab]``, in the model's own dtype.
         """
-        output = self.call(self.arguments(ids, start, cache, left_padding))
+        output = self.call(self.arguments(ids, start, cache, left_padding, call))
         if not hasattr(output, "logits"):
             raise ModelError(
                 f"{type(self.module).__name__} returns no logits: it has no language-model head; give the causal LM "
@@ -93,21 +103,36 @@ class HFBackend:
         return output.logits[0, -1]
 
     def arguments(
-        self, ids: Int[Tensor, "1 new"], start: int, cache: Cache | None = None, left_padding: int = 0
+        self,
+        ids: Int[Tensor, "1 new"],
+        start: int,
+        cache: Cache | None = None,
+        left_padding: int = 0,
+        call: str = "explicit",
     ) -> dict[str, Any]:
         """The keyword arguments of one forward pass; see `forward`."""
+        manner = self.manner(call)
         arguments: dict[str, Any] = {"input_ids": ids, "use_cache": cache is not None}
         if cache is not None:
             arguments[self.cache_argument] = cache
         end = start + ids.shape[1]
-        if self.takes_positions:
+        if manner.positions:
             arguments["position_ids"] = torch.arange(start, end, device=ids.device).clamp(min=0).unsqueeze(0)
-        if left_padding:
+        if left_padding or manner.mask:
             seen = -left_padding if self.masks_past else start
             arguments["attention_mask"] = (torch.arange(seen, end, device=ids.device) >= 0).long().unsqueeze(0)
-        if self.takes_logits_to_keep:
+        if manner.one_row:
             arguments["logits_to_keep"] = 1
         return arguments
+
+    def manner(self, call: str) -> Manner:
+        """A manner of calling this model, without the arguments that it does not take."""
+        manner = MANNERS[call]
+        return Manner(
+            positions=manner.positions and self.takes_positions,
+            mask=manner.mask and self.takes_mask,
+            one_row=manner.one_row and self.takes_logits_to_keep,
+        )
 
     def call(self, arguments: dict[str, Any]) -> Any:
         """Run the model once, and return what it returns."""

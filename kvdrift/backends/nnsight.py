@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import metadata
 from typing import Any
 
-import torch
-from jaxtyping import Int
-from torch import Tensor
-from transformers import Cache
-
 from kvdrift.backends.hf import HFBackend
+from kvdrift.backends.manner import Manner
 from kvdrift.errors import ModelError
 
 
@@ -72,18 +69,13 @@ class NNsightBackend(HFBackend):
         """What runs the model, with its version."""
         return f"nnsight {metadata.version('nnsight')}"
 
-    def arguments(
-        self, ids: Int[Tensor, "1 new"], start: int, cache: Cache | None = None, left_padding: int = 0
-    ) -> dict[str, Any]:
-        """The arguments of one pass, always with a mask: over everything consumed so far if a cache keeps tokens.
+    def manner(self, call: str) -> Manner:
+        """As for any model, but always with a mask, over everything consumed so far if a cache keeps tokens.
 
         Where none is given nnsight adds one that covers the new tokens alone, which hides what the cache holds. A
         mask of ones changes no bit of what transformers computes without one.
         """
-        arguments = super().arguments(ids, start, cache, left_padding)
-        covered = ids.shape[1] + (start if self.masks_past else 0)
-        arguments.setdefault("attention_mask", torch.ones((1, covered), dtype=torch.long).to(ids.device))
-        return arguments
+        return replace(super().manner(call), mask=True)
 
     def call(self, arguments: dict[str, Any]) -> Any:
         """Run the model once, inside a trace."""

@@ -63,6 +63,8 @@ class Case:
         The circumstance in which this case alone can show a fault, as a verdict words it; None for a plain run.
     switch
         The sequence length from which the model is known to compute another function, in a case that goes through it.
+    b
+        The reference in the manner of this case; None for the one that the diagnosis was given.
     """
 
     name: str
@@ -73,6 +75,16 @@ class Case:
     passes: tuple[Pass, ...] = ()
     manner: str | None = None
     switch: int | None = None
+    b: Path | None = None
+
+    def reference(self, b: Path) -> Path:
+        """The reference of this case: its own, or else ``b``."""
+        return b if self.b is None else self.b
+
+    @property
+    def between_manners(self) -> bool:
+        """Whether it holds two manners of calling the model against each other, rather than cache-ON and cache-OFF."""
+        return self.b is not None and getattr(self.a, "call", None) != getattr(self.b, "call", None)
 
     @property
     def given(self) -> bool:

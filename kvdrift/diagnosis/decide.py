@@ -43,12 +43,14 @@ def decide(evidence: Evidence, model: Model, a: Path, b: Path) -> Verdict:
     kind = _kind(evidence, faults)
     told = faults if kind == "bug" else [f for f in evidence.findings if f.excuse is not None and f.excuse.kind == kind]
     where = evidence.nonfinite[1] if evidence.nonfinite else _where(told)
+    between = bool(told) and all(finding.check == "manner" for finding in told)
+    ours, reference = _compared(told[0]) if between else (a.label, b.label)
     wrong = _wrong(told, evidence, a, b) if kind == "bug" else None
     return Verdict(
         kind=kind,
         model=f"{model.name} · {model.dtype_name} · attn {model.attn}",
-        a=a.label,
-        b=b.label,
+        a=ours,
+        b=reference,
         reasons=tuple(_reasons(evidence, kind, told)),
         where=where if kind in ("bug", "nonfinite", "lossy", "by_design") else None,
         signature=signature(told, model.architecture),
@@ -56,6 +58,13 @@ def decide(evidence: Evidence, model: Model, a: Path, b: Path) -> Verdict:
         suggestion=_suggestion(kind, where, wrong, told),
         not_examined=tuple(_together(evidence.not_examined)),
     )
+
+
+def _compared(finding: Finding) -> tuple[str, str]:
+    """Labels of the two manners of calling that a finding holds against each other."""
+    assert finding.moment is not None
+    assert finding.moment.case.b is not None
+    return finding.moment.case.a.label, finding.moment.case.b.label
 
 
 def _kind(evidence: Evidence, faults: Sequence[Finding]) -> VerdictKind:
@@ -231,6 +240,11 @@ def _suggestion(kind: VerdictKind, where: Where | None, wrong: str | None, told:
         )
     if "generate" in checks and len(checks) == 1:
         return "Look at prepare_inputs_for_generation: the position ids and the mask that it makes."
+    if checks == {"manner"}:
+        return (
+            "Call the model in one manner throughout: kvdrift and generate() pass position_ids 0, 1, …; "
+            "kd.CacheOn(call=…) and kd.CacheOff(call=…) run the others."
+        )
     if checks == {"operator"}:
         return "Run with another build of PyTorch or another kernel, and report the operator with these shapes."
     if wrong == "b":

@@ -11,6 +11,7 @@ from tqdm.auto import tqdm
 from kvdrift.diagnosis.cases import default_cases, prompt_cases
 from kvdrift.diagnosis.decide import decide
 from kvdrift.diagnosis.gather import Gathering
+from kvdrift.diagnosis.lanes import lane_cases
 from kvdrift.diagnosis.verdict import Verdict
 from kvdrift.errors import InternalError, KvdriftError
 from kvdrift.models.load import load
@@ -47,7 +48,8 @@ def diagnose(
     prompts
         Text, token ids or a list of those. By default random tokens: short, long and one-token prompts; in chunks,
         left-padded, cropped and continued; around every window and RoPE switch. The manners and windows are
-        run with prompts of your own too. Lengths that cost too much run on a tiny twin of the model.
+        run with prompts of your own too, and so are the other manners of calling the model: ``model(ids)`` with its
+        default positions, with a mask alone, and for all logits. Lengths that cost too much run on a tiny twin of the model.
     a, b
         The path under test and the reference; by default ``CacheOn()`` and ``CacheOff()``.
     max_new_tokens
@@ -92,6 +94,7 @@ def diagnose(
         for ids in encoded:
             model.check_length(len(ids), max_new_tokens)
         cases = prompt_cases(model, a, encoded, max_new_tokens, seed)
+    cases += lane_cases(model, a, b, seed)
     with torch.no_grad(), tqdm(desc="diagnose", unit="step", disable=not progress) as bar:
         gathering = Gathering(model, a, b, seed, bar)
         try:

@@ -21,6 +21,7 @@ from kvdrift.diagnosis.design import declared_loss, excuse
 from kvdrift.diagnosis.evidence import Evidence, Finding
 from kvdrift.diagnosis.generated import differs_from_forward
 from kvdrift.diagnosis.locate import Where, cache_update, changed_past, first_difference, place
+from kvdrift.diagnosis.lanes import apart, lane_cases, told
 from kvdrift.diagnosis.lockstep import Moment, lockstep
 from kvdrift.diagnosis.observe import Snapshot, by_uncached_pass
 from kvdrift.diagnosis.operator_witness import OperatorWitness
@@ -115,6 +116,8 @@ class Gathering:
             found = differs_from_forward(self.model, self.a, cases[0])
             evidence.findings += [] if found is None else [found]
         settle(evidence, self.disagreements, ran, self.b, self.lossy)
+        for sentence in (*apart(evidence.findings), *told([case for _, case in ran])):
+            evidence.note(sentence)
         return evidence
 
     def _guarded(self, model: Model, case: Case, check: Callable[[Model, Case], None]) -> bool:
@@ -227,12 +230,13 @@ class Gathering:
             else:
                 self.evidence.note(f"Run on a tiny twin of the model, since they cost too much: {', '.join(far)}.")
                 known = {case.name for case in near}
-                placed += [(small, case) for case in default_cases(small, self.a, self.seed) if case.name not in known]
+                alike = [*default_cases(small, self.a, self.seed), *lane_cases(small, self.a, self.b, self.seed)]
+                placed += [(small, case) for case in alike if case.name not in known]
         return placed
 
     def _run(self, model: Model, case: Case) -> None:
         """Run a case natively, where that is cheap, and in shape-invariant arithmetic."""
-        if not too_costly(model, case, NATIVE_SHARE):
+        if not case.between_manners and not too_costly(model, case, NATIVE_SHARE):
             self._native(model, case)
         if self.evidence.nonfinite is None:
             self._fixed(model, case)

@@ -59,12 +59,13 @@ def lockstep(
     case
         The case, which holds path a.
     b
-        The reference.
+        The reference, if the case has none of its own.
     controls
         Entered by both paths beside their own.
     inspect
         Is shown every step before the next one runs, while caches still hold what was read.
     """
+    b = case.reference(b)
     run_a = case.a.start(model, case.prompt, (*case.a.controls, *controls))
     observer, walk = Observer(run_a), _Walk(case, run_a)
     reference = _Reference(model, b, case, controls)

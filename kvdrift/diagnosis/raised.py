@@ -72,6 +72,7 @@ def cause(model: Model, case: Case, b: Path, error: Exception) -> Finding | str:
     """
     if out_of_memory(error):
         return "memory does not suffice"
+    b = case.reference(b)
     raised, fed = run_alone(model, case)
     other, _ = run_alone(model, replace(case, a=b, feed=tuple(fed), steps=len(fed), passes=()))
     found = [(case.a, raised), (b, other)]

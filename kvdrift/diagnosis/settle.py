@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kvdrift.controls.float64_copy import float64_copy
 from kvdrift.diagnosis.cases import Case
 from kvdrift.diagnosis.design import bidirectional, excuse
-from kvdrift.diagnosis.evidence import Evidence, Finding
+from kvdrift.diagnosis.evidence import Check, Evidence, Finding
 from kvdrift.diagnosis.float64 import Float64, float64_witness, in_float64
 from kvdrift.diagnosis.locate import Where, place
 from kvdrift.diagnosis.lockstep import Moment
@@ -116,6 +116,8 @@ class _Judge:
             self.convict(moment, where, bits + hint)
         elif witness is None:
             self.evidence.unsettled.append(f"{moment}: {bits} at {where}, where it promises nothing.")
+        elif promised and moment.case.between_manners:
+            self.evidence.note(f"{moment}: {bits}, and the same function in float64 (to {witness.error:.1g}).")
         elif promised:
             self.evidence.unsettled.append(
                 f"{moment}: {bits} at {where}, while the paths agree to {witness.error:.1g} in float64: one of them "
@@ -123,9 +125,11 @@ class _Judge:
             )
 
     def convict(self, moment: Moment, where: Where | None, what: str) -> None:
-        both = f"{moment.case.a.label} and {self.b.label}"
+        case = moment.case
+        both = f"{case.a.label} and {case.reference(self.b).label}"
         why = excuse(moment, self.lossy, self.bidirectional)
-        self.evidence.findings.append(Finding("arm", both, what, moment, where, why))
+        check: Check = "manner" if case.between_manners else "arm"
+        self.evidence.findings.append(Finding(check, both, what, moment, where, why))
 
 
 def _apart(witness: Float64) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvdrift.backends.manner import check_manner
 from kvdrift.controls import Control
 from kvdrift.errors import InputError
 from kvdrift.models.load import load
@@ -28,14 +29,20 @@ class CacheOff:
         Attention implementation; the model's own by default.
     controls
         Changes of arithmetic, for example ``ReRoll(0)``.
+    call
+        The manner of calling the model: ``"explicit"`` (position ids, logits of the last position only: what every
+        verb does by default), ``"all-logits"`` (position ids alone), ``"default"`` (``model(ids)``, with the
+        positions that the model takes by itself) or ``"mask"`` (``model(ids, attention_mask=…)``).
     """
 
     model: Model | None = None
     attn: str | None = None
     controls: tuple[Control, ...] = ()
+    call: str = field(default="explicit", kw_only=True)
     label: str = field(default="cache-OFF", kw_only=True)
 
     def __post_init__(self) -> None:
+        check_manner(self.call)
         if self.model is not None:
             object.__setattr__(self, "model", load(self.model, quiet=True))
 
@@ -61,7 +68,7 @@ class CacheOffRun:
         self.path, self.model, self.controls = path, model, controls
         self.attn = path.attn
         self._tokens, self._started = tokens, started
-        self._execution = Execution(model, path.attn, controls)
+        self._execution = Execution(model, path.attn, controls, path.call)
 
     def step(self, token: int | None = None) -> Step:
         """Recompute everything, with ``token`` appended (none at the first step)."""

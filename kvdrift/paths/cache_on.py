@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
+from kvdrift.backends.manner import check_manner
 from kvdrift.controls import Control
 from kvdrift.errors import InputError, SiteError, StaleCacheError
 from kvdrift.models.load import load
@@ -44,6 +45,10 @@ class CacheOn:
         `kvdrift.diagnose` does not take it for a fault; None if nothing.
     controls
         Changes of arithmetic, for example ``ReRoll(0)``.
+    call
+        The manner of calling the model: ``"explicit"`` (position ids, logits of the last position only: what every
+        verb does by default), ``"all-logits"`` (position ids alone), ``"default"`` (``model(ids)``, with the
+        positions that the model takes by itself) or ``"mask"`` (``model(ids, attention_mask=…)``).
 
     Examples
     --------
@@ -61,9 +66,11 @@ class CacheOn:
     left_padding: int = 0
     lossy: str | None = None
     controls: tuple[Control, ...] = ()
+    call: str = field(default="explicit", kw_only=True)
     label: str = field(default="cache-ON", kw_only=True)
 
     def __post_init__(self) -> None:
+        check_manner(self.call)
         if self.prefill_chunk is not None and self.prefill_chunk < 1:
             raise InputError(f"prefill_chunk={self.prefill_chunk}: chunks hold at least one token.")
         if self.left_padding < 0:
@@ -98,7 +105,7 @@ class CacheOnRun:
         self._key_offsets: dict[int, int] = {}
         self._end = 0  # slots in use after the latest pass
         self._keeps_past = False
-        self._execution = Execution(model, path.attn, controls)
+        self._execution = Execution(model, path.attn, controls, path.call)
 
     def step(self, token: int | None = None) -> Step:
         """Prefill (``token=None``, once) or decode one token."""

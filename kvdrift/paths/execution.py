@@ -27,10 +27,12 @@ class Execution:
         Attention implementation, or None for the model's own.
     controls
         Changes of arithmetic, entered in order around every pass.
+    call
+        The manner of calling the model.
     """
 
-    def __init__(self, model: Model, attn: str | None, controls: Sequence[Control]) -> None:
-        self.model, self.attn = model, attn
+    def __init__(self, model: Model, attn: str | None, controls: Sequence[Control], call: str = "explicit") -> None:
+        self.model, self.attn, self.call = model, attn, call
         self._bound: list[Bound] = [control.bind(model.hf) for control in controls]
 
     def forward(self, tokens: Sequence[int], start: int, cache: Cache | None, left_padding: int = 0) -> Tensor:
@@ -40,7 +42,7 @@ class Execution:
         with ExitStack() as stack:
             for context in [*contexts, *self._bound]:
                 stack.enter_context(context)
-            return self.model.backend.forward(ids, start, cache, left_padding)
+            return self.model.backend.forward(ids, start, cache, left_padding, self.call)
 
     def close(self) -> None:
         """Free what the controls hold."""

@@ -47,6 +47,8 @@ def _outputs(hf: Any) -> dict[str, Tensor]:
         "several tokens": lambda: cache_on(hf, LONG, prompt=5, several=4),
         "after a crop": lambda: cache_on(hf, LONG, prompt=5, crop=3),
         "after a crop of drafts": lambda: cache_on(hf, LONG, prompt=5, crop=3, drafted=True),
+        "without positions": lambda: cache_on(hf, LONG[:8], prompt=5, manner="default"),
+        "with a mask alone": lambda: cache_on(hf, LONG[:8], prompt=5, manner="mask"),
         "cache-OFF": lambda: run(hf, LONG, 0, None),
         "cache-OFF at 16": lambda: run(hf, LONG[:16], 0, None),
     }
@@ -71,6 +73,7 @@ def cache_on(
     crop: int = 0,
     drafted: bool = False,
     several: int = 1,
+    manner: str = "explicit",
 ) -> Tensor:
     """Logits ``[token, vocab]`` of real tokens: the prompt in chunks, the rest ``several`` at a time, with a cache.
 
@@ -83,26 +86,31 @@ def cache_on(
         cache.activate_past_recording()
     found, start = [], 0
     for end in ends:
-        found.append(run(hf, tokens[start:end], start - padding, cache, padding))
+        found.append(run(hf, tokens[start:end], start - padding, cache, padding, manner))
         start = end
     if crop:
         for token in range(0, crop, crop if drafted else 1):
             run(hf, [100 + token + n for n in range(crop if drafted else 1)], start + token, cache)
         cache.crop(-crop)
     for end in range(start, len(tokens), several):
-        found.append(run(hf, tokens[end : end + several], end - padding, cache, padding))
+        found.append(run(hf, tokens[end : end + several], end - padding, cache, padding, manner))
         if crop:
             cache.crop(0)
     return torch.cat(found)[padding:]
 
 
-def run(hf: Any, tokens: Sequence[int], start: int, cache: Any, padding: int = 0) -> Tensor:
-    """Logits ``[token, vocab]`` of one pass over tokens whose first sits at position ``start``."""
+def run(
+    hf: Any, tokens: Sequence[int], start: int, cache: Any, padding: int = 0, manner: str = "explicit"
+) -> Tensor:
+    """Logits ``[token, vocab]`` of one pass over tokens whose first sits at position ``start``.
+
+    The positions are told (``"explicit"``), or nothing is (``"default"``), or a mask alone (``"mask"``).
+    """
     end = start + len(tokens)
     arguments: dict[str, Any] = {"input_ids": torch.tensor([tokens]), "use_cache": cache is not None, "cache": cache}
-    if "position_ids" in inspect.signature(hf.forward).parameters:
+    if manner == "explicit" and "position_ids" in inspect.signature(hf.forward).parameters:
         arguments["position_ids"] = torch.arange(start, end).clamp(min=0)[None]
-    if padding:
+    if padding or manner == "mask":
         arguments["attention_mask"] = (torch.arange(-padding, end) >= 0).long()[None]
     return hf(**arguments).logits[0]
 

@@ -30,13 +30,19 @@ def reads_positions(hf: Any) -> bool:
     return is_rotary(hf) or describe(hf).positional == "learned"
 
 
+def positions_of(now: Pass, kwargs: dict[str, Any]) -> Tensor:
+    """The positions that a body is given, or else those that it takes by itself."""
+    given = kwargs.get("position_ids")
+    return torch.arange(now.past, now.past + now.queries).unsqueeze(0) if given is None else given
+
+
 @fault(reads_positions, signature="from the first decode step")
 def positions_one_too_high_at_decode(hf: Any) -> Iterator[None]:
     """Every decoded token is placed one position too far."""
 
     def change(now: Pass, kwargs: dict[str, Any]) -> None:
         if now.decoding:
-            kwargs["position_ids"] = kwargs["position_ids"] + 1
+            kwargs["position_ids"] = positions_of(now, kwargs) + 1
 
     with before_pass(hf.base_model, change):
         yield
@@ -48,7 +54,7 @@ def positions_reset_at_decode(hf: Any) -> Iterator[None]:
 
     def change(now: Pass, kwargs: dict[str, Any]) -> None:
         if now.decoding:
-            kwargs["position_ids"] = torch.zeros_like(kwargs["position_ids"])
+            kwargs["position_ids"] = torch.zeros_like(positions_of(now, kwargs))
 
     with before_pass(hf.base_model, change):
         yield
@@ -60,7 +66,7 @@ def positions_restart_at_a_chunk(hf: Any) -> Iterator[None]:
 
     def change(now: Pass, kwargs: dict[str, Any]) -> None:
         if now.later_chunk:
-            kwargs["position_ids"] = torch.arange(now.queries, device=kwargs["position_ids"].device).unsqueeze(0)
+            kwargs["position_ids"] = torch.arange(now.queries).unsqueeze(0)
 
     with before_pass(hf.base_model, change):
         yield
@@ -84,7 +90,7 @@ def left_padding_counted_at_decode(hf: Any) -> Iterator[None]:
 
     def change(now: Pass, kwargs: dict[str, Any]) -> None:
         if now.decoding:
-            kwargs["position_ids"] = torch.full_like(kwargs["position_ids"], now.past)
+            kwargs["position_ids"] = torch.full_like(positions_of(now, kwargs), now.past)
 
     with before_pass(hf.base_model, change):
         yield

@@ -103,6 +103,7 @@ def test_a_window_fault_needs_a_window():
         "convolution-one-token-late",
         "recurrent-state-lost-at-decode",
         "recurrent-state-narrow",
+        "head-off-for-one-row",
     ]
 
 

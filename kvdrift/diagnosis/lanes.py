@@ -1,0 +1,124 @@
+"""Lanes: the same tokens in other manners of calling the model than the one under test."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvdrift.backends.manner import MANNERS, Manner
+from kvdrift.diagnosis.cases import Case
+from kvdrift.diagnosis.evidence import Finding
+from kvdrift.paths.cache_off import CacheOff
+from kvdrift.paths.cache_on import CacheOn
+from kvdrift.paths.path import Path
+
+if TYPE_CHECKING:
+    from kvdrift.models.model import Model
+
+_Lane = tuple[str, Manner]
+PROMPT, STEPS = 6, 3
+CALLED = {
+    "explicit": "with explicit positions",
+    "all-logits": "where all logits are asked for",
+    "default": "in model(ids) calls",
+    "mask": "in calls with a mask alone",
+}
+"""Where a fault shows that one lane alone has."""
+APART = {
+    "all-logits": "between calls for one row of logits and for all",
+    "default": "between the model's default positions and explicit ones",
+    "mask": "between calls with and without a mask of ones",
+}
+"""Where a fault shows that sets a lane apart from the one before it."""
+
+MEANS = {
+    "all-logits": "This model gives other logits for the last position when all are asked for than when that one is.",
+    "default": "This model's default positions differ from those that generate() and kvdrift pass (0, 1, …).",
+    "mask": "An attention mask of ones, which hides nothing, changes what this model computes.",
+}
+
+
+def lane_cases(model: Model, a: Path, b: Path, seed: int = 0) -> list[Case]:
+    """A short prompt in every other manner of calling the model, and each manner against the one before it.
+
+    Within a lane both paths call the model alike. Between two lanes, which differ in one argument, both run without a
+    cache. Manners that are one for this model (it takes no positions, say) are run once.
+
+    Parameters
+    ----------
+    model
+        The model under test.
+    a, b
+        The path under test and the reference. Lanes are made for `CacheOn` and `CacheOff` that call alike.
+    seed
+        Decides the tokens.
+
+    Examples
+    --------
+    >>> import kvdrift as kd
+    >>> model = kd.load(kd.models.tiny("bloom"), quiet=True)
+    >>> [case.name for case in lane_cases(model, kd.CacheOn(), kd.CacheOff())][:1]
+    ['model(ids)']
+    """
+    if not isinstance(a, CacheOn) or not isinstance(b, (CacheOn, CacheOff)) or a.call != b.call:
+        return []
+    if (a.model or model).backend.module is not (b.model or model).backend.module:
+        return []  # two models may well differ in what they default to
+    a = replace(a, left_padding=0)  # default positions count padding
+    b = replace(b, left_padding=0) if isinstance(b, CacheOn) else b
+    prompt, feed = _tokens(model, seed)
+    lanes = manners(model)
+    within = [_within(a, b, call, str(shown), prompt, feed) for call, shown in lanes.items() if call != a.call]
+    return [*within, *(_between(a, *pair, prompt, feed[:1]) for pair in pairwise(lanes.items()))]
+
+
+def manners(model: Model) -> dict[str, Manner]:
+    """The manners of calling a model by name, those that are one for it once."""
+    found: dict[Manner, str] = {}
+    for call in MANNERS:
+        found.setdefault(model.backend.manner(call), call)
+    return {call: manner for manner, call in found.items()}
+
+
+def apart(findings: Sequence[Finding]) -> list[str]:
+    """What the lanes say that were found to compute different functions."""
+    cases = [finding.moment.case for finding in findings if finding.check == "manner" and finding.moment is not None]
+    return [MEANS[call] for call in dict.fromkeys(getattr(case.a, "call", "") for case in cases)]
+
+
+def told(ran: Sequence[Case]) -> list[str]:
+    """A sentence on the lanes that were run, if any were."""
+    lanes = [case.name for case in ran if case.b is not None and not case.between_manners]
+    if not lanes:
+        return []
+    last = f"{', '.join(lanes[:-1])} and {lanes[-1]}" if len(lanes) > 1 else lanes[0]
+    return [f"The model was also called as {last}, with and without a cache, and each against the one before it."]
+
+
+def _within(
+    a: CacheOn, b: CacheOn | CacheOff, call: str, shown: str, prompt: tuple[int, ...], feed: tuple[int, ...]
+) -> Case:
+    other = replace(b, call=call)
+    return Case(shown, prompt, feed, STEPS, replace(a, call=call), manner=CALLED[call], b=other)
+
+
+def _between(
+    a: CacheOn, plain: _Lane, other: _Lane, prompt: tuple[int, ...], feed: tuple[int, ...]
+) -> Case:
+    path = CacheOff(a.model, a.attn, a.controls, call=other[0], label=str(other[1]))
+    reference = replace(path, call=plain[0], label=str(plain[1]))
+    name = f"{other[1]} against {plain[1]}"
+    return Case(name, prompt, feed, len(feed), path, manner=APART[other[0]], b=reference)
+
+
+def _tokens(model: Model, seed: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """A prompt and what follows, without the padding token, which some models give no position."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(model.vocab_size, (PROMPT + STEPS,), generator=generator).tolist()
+    padding = getattr(model.hf.config.get_text_config(), "pad_token_id", None)
+    kept = [(token + 1) % model.vocab_size if token == padding else token for token in ids]
+    return tuple(kept[:PROMPT]), tuple(kept[PROMPT:])

@@ -106,9 +106,7 @@ def _within(
     return Case(shown, prompt, feed, STEPS, replace(a, call=call), manner=CALLED[call], b=other)
 
 
-def _between(
-    a: CacheOn, plain: _Lane, other: _Lane, prompt: tuple[int, ...], feed: tuple[int, ...]
-) -> Case:
+def _between(a: CacheOn, plain: _Lane, other: _Lane, prompt: tuple[int, ...], feed: tuple[int, ...]) -> Case:
     path = CacheOff(a.model, a.attn, a.controls, call=other[0], label=str(other[1]))
     reference = replace(path, call=plain[0], label=str(plain[1]))
     name = f"{other[1]} against {plain[1]}"

@@ -99,9 +99,7 @@ def cache_on(
     return torch.cat(found)[padding:]
 
 
-def run(
-    hf: Any, tokens: Sequence[int], start: int, cache: Any, padding: int = 0, manner: str = "explicit"
-) -> Tensor:
+def run(hf: Any, tokens: Sequence[int], start: int, cache: Any, padding: int = 0, manner: str = "explicit") -> Tensor:
     """Logits ``[token, vocab]`` of one pass over tokens whose first sits at position ``start``.
 
     The positions are told (``"explicit"``), or nothing is (``"default"``), or a mask alone (``"mask"``).

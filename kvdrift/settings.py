@@ -226,11 +226,12 @@ def _described(
     """A name with a hash of the code, and whatever else the code depends on."""
     reads: dict[str, Any] = {}
     for function in functions:
+        at = function.__name__
         closed = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-        reads |= {free: cell.cell_contents for free, cell in closed if free != "__class__" and _filled(cell)}
+        reads |= {f"{at} {free}": cell.cell_contents for free, cell in closed if free != "__class__" and _filled(cell)}
         reads |= {used: function.__globals__[used] for used in _globals(function.__code__, function.__globals__)}
-        reads |= {f"default {n}": v for n, v in enumerate(function.__defaults__ or ())}
-        reads |= {f"default {n}": v for n, v in (function.__kwdefaults__ or {}).items()}
+        reads |= {f"{at} default {n}": v for n, v in enumerate(function.__defaults__ or ())}
+        reads |= {f"{at} default {n}": v for n, v in (function.__kwdefaults__ or {}).items()}
     reads = {used: value for used, value in reads.items() if not isinstance(value, ModuleType)}
     code = f"{name} {_hash('|'.join(_code(function.__code__) for function in functions).encode())}"
     told = {"reads": _container(reads, inside), "attributes": _container(dict(attributes), inside)}

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -15,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kvdrift.controls.combine import ATTENTION_KERNEL
 from kvdrift.controls.scope import Scope
 from kvdrift.errors import InputError, ModelError
 
@@ -58,6 +59,8 @@ class SdpaBackend:
     >>> kd.CacheOn(attn="sdpa", controls=math).start(model, [1, 2, 3]).step().position
     2
     """
+
+    decides: ClassVar[frozenset[str]] = frozenset({ATTENTION_KERNEL})
 
     name: str
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import nn
 
+from kvdrift.controls.combine import ATTENTION_PRECISION
 from kvdrift.controls.scope import Scope
 from kvdrift.controls.true_float32 import TrueFloat32
 from kvdrift.controls.upcast import WideAttention
@@ -36,6 +38,8 @@ class AttentionFloat32:
     >>> kd.CacheOn(controls=(kd.AttentionFloat32(),)).start(model, [1, 2, 3]).step().logits.dtype
     torch.bfloat16
     """
+
+    decides: ClassVar[frozenset[str]] = frozenset({ATTENTION_PRECISION})
 
     @property
     def label(self) -> str:

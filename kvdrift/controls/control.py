@@ -31,7 +31,12 @@ class Bound(Protocol):
 
 
 class Control(Protocol):
-    """A change of arithmetic that leaves the mathematical function alone."""
+    """A change of arithmetic that leaves the mathematical function alone.
+
+    A control that decides a part of the arithmetic alone (which kernel attention runs, in which precision products are
+    summed) names it in a class attribute ``decides``, and is refused beside another one that does, too; see
+    `kvdrift.controls.combine`.
+    """
 
     @property
     def label(self) -> str:

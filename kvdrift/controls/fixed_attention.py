@@ -40,7 +40,7 @@ class FixedAttention:
         The mode that runs all other operators; inside an attention call it has nothing to do.
     """
 
-    order = Order.EXECUTE
+    order = Order.KERNEL
 
     def __init__(self, model: Model, max_length: int, tiles: RowTiles) -> None:
         self.model, self.max_length, self.tiles = model, max_length, tiles

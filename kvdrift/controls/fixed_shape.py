@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
+from kvdrift.controls.combine import ATTENTION_KERNEL
 from kvdrift.controls.fixed_attention import FixedAttention
 from kvdrift.controls.row_tiles import RowTiles
 from kvdrift.controls.scope import Scope
@@ -54,6 +55,8 @@ class FixedShape:
     >>> float(drift.values("logits", "logit_max").max())
     0.0
     """
+
+    decides: ClassVar[frozenset[str]] = frozenset({ATTENTION_KERNEL})
 
     max_length: int
     tile: int = 16

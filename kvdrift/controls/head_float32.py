@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor, nn
 
+from kvdrift.controls.combine import HEAD_PRECISION
 from kvdrift.controls.scope import Scope
 from kvdrift.controls.true_float32 import TrueFloat32
 from kvdrift.controls.upcast import HALVES, run_in_float32
@@ -35,6 +37,8 @@ class HeadFloat32:
     >>> kd.CacheOn(controls=(kd.HeadFloat32(),)).start(model, [1, 2, 3]).step().logits.dtype
     torch.float32
     """
+
+    decides: ClassVar[frozenset[str]] = frozenset({HEAD_PRECISION})
 
     @property
     def label(self) -> str:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import nn
 
+from kvdrift.controls.combine import ATTENTION_PRECISION, HEAD_PRECISION, PRODUCT_PRECISION
 from kvdrift.controls.scope import Scope
 from kvdrift.controls.true_float32 import TrueFloat32
 from kvdrift.controls.upcast import HALVES, run_in_float32
@@ -37,6 +39,8 @@ class LayerCast:
     >>> kd.CacheOn(controls=(kd.LayerCast(),)).start(model, [1, 2, 3]).step().logits.dtype
     torch.float32
     """
+
+    decides: ClassVar[frozenset[str]] = frozenset({ATTENTION_PRECISION, PRODUCT_PRECISION, HEAD_PRECISION})
 
     @property
     def label(self) -> str:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import nn
 
+from kvdrift.controls.combine import PRODUCT_PRECISION
 from kvdrift.controls.operators import by_operator
 from kvdrift.controls.scope import Scope
 from kvdrift.controls.true_float32 import TrueFloat32
@@ -40,6 +42,8 @@ class MatmulFloat32:
     >>> kd.CacheOn(controls=(kd.MatmulFloat32(),)).start(model, [1, 2, 3]).step().logits.dtype
     torch.bfloat16
     """
+
+    decides: ClassVar[frozenset[str]] = frozenset({PRODUCT_PRECISION})
 
     @property
     def label(self) -> str:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import nn
 
+from kvdrift.controls.combine import ATTENTION_PRECISION, HEAD_PRECISION, PRODUCT_PRECISION
 from kvdrift.controls.precision import promote_float32
 from kvdrift.controls.scope import Scope
 from kvdrift.errors import InputError
@@ -36,6 +38,8 @@ class TrueFloat64:
     >>> float(drift.values("logits", "logit_max").max()) < 1e-12
     True
     """
+
+    decides: ClassVar[frozenset[str]] = frozenset({ATTENTION_PRECISION, PRODUCT_PRECISION, HEAD_PRECISION})
 
     @property
     def label(self) -> str:

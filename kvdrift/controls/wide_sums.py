@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import nn
 
+from kvdrift.controls.combine import ATTENTION_PRECISION, PRODUCT_PRECISION
 from kvdrift.controls.matmul_float32 import PRODUCTS
 from kvdrift.controls.operators import by_operator
 from kvdrift.controls.scope import Scope
@@ -47,6 +49,8 @@ class WideSums:
     >>> kd.CacheOn(controls=(kd.WideSums(),)).start(model, [1, 2, 3]).step().logits.dtype
     torch.bfloat16
     """
+
+    decides: ClassVar[frozenset[str]] = frozenset({ATTENTION_PRECISION, PRODUCT_PRECISION})
 
     @property
     def label(self) -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvdrift.bits import same_bits
+from kvdrift.controls.combine import with_arm
 from kvdrift.controls.fixed_shape import FixedShape
 from kvdrift.diagnosis.cases import Case
 from kvdrift.diagnosis.evidence import Finding
@@ -43,7 +44,7 @@ def differs_from_forward(model: Model, path: Path, case: Case) -> Finding | None
             output_logits=True,
         )
     tokens = output.sequences[0, len(case.prompt) :].tolist()
-    run = path.start(model, case.prompt, (*path.controls, control))
+    run = path.start(model, case.prompt, with_arm(path.controls, (control,)))
     try:
         for step, logits in enumerate(output.logits):
             own = run.step(tokens[step - 1] if step else None)

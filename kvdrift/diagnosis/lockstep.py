@@ -8,6 +8,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from kvdrift.controls import Control
+from kvdrift.controls.combine import with_arm
 from kvdrift.diagnosis.cases import Case
 from kvdrift.diagnosis.observe import Observer, Snapshot, advance
 from kvdrift.paths.path import Path, Run
@@ -66,7 +67,7 @@ def lockstep(
         Is shown every step before the next one runs, while caches still hold what was read.
     """
     b = case.reference(b)
-    run_a = case.a.start(model, case.prompt, (*case.a.controls, *controls))
+    run_a = case.a.start(model, case.prompt, with_arm(case.a.controls, controls))
     observer, walk = Observer(run_a), _Walk(case, run_a)
     reference = _Reference(model, b, case, controls)
     try:
@@ -138,7 +139,7 @@ class _Reference:
     """Path b at chosen steps; begun anew after tokens were taken back."""
 
     def __init__(self, model: Model, path: Path, case: Case, controls: tuple[Control, ...]) -> None:
-        self._begin = lambda: path.start(model, case.prompt, (*path.controls, *controls))
+        self._begin = lambda: path.start(model, case.prompt, with_arm(path.controls, controls))
         self._observer: Observer | None = None
         self._fed: list[int] | None = None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -121,6 +121,25 @@ class _Live:
         """The current position."""
         assert self.step is not None, "no step was taken yet"
         return self.step.position
+
+
+class _Forks(list[Run]):
+    """Forks, each closed as soon as it has served, and the others when the block is left."""
+
+    def taken(self) -> Iterator[Run]:
+        """One after the other."""
+        while self:
+            try:
+                yield self[0]
+            finally:
+                self.pop(0).close()
+
+    def __enter__(self) -> _Forks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for _ in self.taken():
+            pass
 
 
 class Lockstep:
@@ -254,13 +273,13 @@ class Lockstep:
         """One step of everything; the numbers of this step."""
         plan = self.plan
         earlier = [copy.copy(live) for live in (a, b)] if plan.self_drift else []  # keeps their K/V a step longer
-        forks: list[Run] = []
-        if token is not None and plan.local_layers:
-            reordered = [(*a.run.controls, ReRoll(seed)) for seed in plan.seeds]
-            forks = [a.run.fork(), *(a.run.fork(controls) for controls in reordered)]
-        b.advance(token)
-        self._refuse_nonfinite(b, tokens)
-        found = self._local(a, b, forks, token)
+        with _Forks() as forks:
+            if token is not None and plan.local_layers:
+                forks.append(a.run.fork())
+                forks.extend(a.run.fork((*a.run.controls, ReRoll(seed))) for seed in plan.seeds)
+            b.advance(token)
+            self._refuse_nonfinite(b, tokens)
+            found = self._local(a, b, forks, token)
         a.advance(token)
         self._refuse_nonfinite(a, tokens)
         self.dtypes = {"a": _dtypes(a.values), "b": _dtypes(b.values)}
@@ -310,16 +329,15 @@ class Lockstep:
             live.values = {}
         return _stack_seeds("floor", rows)
 
-    def _local(self, a: _Live, b: _Live, forks: list[Run], token: int | None) -> Arrays:
+    def _local(self, a: _Live, b: _Live, forks: _Forks, token: int | None) -> Arrays:
         """Path a's own work on path b's inputs, against b's outputs; and against its re-rolls."""
         if not forks:
             return {}
         plan, outputs = self.plan, []
-        for fork in forks:
+        for fork in forks.taken():
             with Borrow(self.model_a, b.values, b.keys, fork.key_positions, b.position):
                 borrower = _Live(fork, a.tap)
                 borrower.advance(token)
-            fork.close()
             outputs.append(
                 {
                     site: {layer: borrower.values[site][layer] for layer in plan.local_layers}

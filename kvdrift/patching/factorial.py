@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import Any
 
@@ -112,37 +113,34 @@ def _one_prompt(setup: Setup, number: int, on: Model, off: Model, seed: int, bar
     ids = setup.prompts[number].ids
     tokens, rows = list(ids), []
     every = {site: frozenset(on.coverage.layers(site)) for site in PAST.sites}
-    with Tap(on, every, kv_where="all", copy=False) as tap_on, Tap(off, every, kv_where="all", copy=False) as tap_off:
+    with ExitStack() as stack:
+        tap_on = stack.enter_context(Tap(on, every, kv_where="all", copy=False))
+        tap_off = stack.enter_context(Tap(off, every, kv_where="all", copy=False))
         tap_on.enabled = tap_off.enabled = False
-        a = Live(setup.recipient.start(setup.model, ids), tap_on)
-        b = Live(setup.donor.start(setup.model, ids), tap_off)
+        a = stack.enter_context(closing(Live(setup.recipient.start(setup.model, ids), tap_on)))
+        b = stack.enter_context(closing(Live(setup.donor.start(setup.model, ids), tap_off)))
         writer_on = Writer(on, {site: sorted(layers) for site, layers in every.items()})
         writer_off = writer_on if off is on else Writer(off, writer_on.sites)
-        try:
-            for step in range(setup.lengths[number]):
-                token = tokens[-1] if step else None
-                before = None if token is None else (a.run.fork(), b.run.fork())
+        for step in range(setup.lengths[number]):
+            token = tokens[-1] if step else None
+            with ExitStack() as before:
+                forks = [] if token is None else [before.enter_context(closing(x.run.fork())) for x in (a, b)]
                 y00, y11 = b.step(step, token, tokens, True), a.step(step, token, tokens, True)
                 crossed = {"y10": y11.logits, "y01": y00.logits, "ulp1": y11.logits, "ulp0": y00.logits}
-                if token is not None and before is not None:
-                    at_on, at_off = before
+                if token is not None:
+                    at_on, at_off = forks
                     crossed = {
                         "y10": _crossed(on, at_on, token, y11, y00, writer_on),
                         "y01": _crossed(off, at_off, token, y00, y11, writer_off),
                         "ulp1": _nudged(on, at_on, token, y11, writer_on, (seed, step)),
                         "ulp0": _nudged(off, at_off, token, y00, writer_off, (seed, step)),
                     }
-                    at_on.close()
-                    at_off.close()
-                rows.append(_distances({"y00": y00.logits, "y11": y11.logits, **crossed}))
-                chosen = setup.follow[number][step] if setup.follow is not None else greedy(y00.logits, step)
-                tokens.append(chosen)
-                bar.update()
-                if chosen in setup.stop:
-                    break
-        finally:
-            a.close()
-            b.close()
+            rows.append(_distances({"y00": y00.logits, "y11": y11.logits, **crossed}))
+            chosen = setup.follow[number][step] if setup.follow is not None else greedy(y00.logits, step)
+            tokens.append(chosen)
+            bar.update()
+            if chosen in setup.stop:
+                break
     found = {name: np.array([row[name] for row in rows]) for name in rows[0]}
     return found | {"fed": np.array(tokens[len(ids) :])}
 

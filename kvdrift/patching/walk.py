@@ -308,8 +308,8 @@ class Walk:
             tap = Tap(model, sites, where=where, kv_where="all", copy=False, scaled=False)
             tap.enabled = False
             run = path.start(model, ids)
-            stack.enter_context(tap)
             stack.callback(run.close)
+            stack.enter_context(tap)
             return Live(run, tap)
 
         base = live(self.recipient, self.model)

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
+from kvdrift.controls.combine import check_together
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -29,9 +31,15 @@ class Execution:
         Changes of arithmetic, entered in order around every pass.
     call
         The manner of calling the model.
+
+    Raises
+    ------
+    InputError
+        If one control would undo another.
     """
 
     def __init__(self, model: Model, attn: str | None, controls: Sequence[Control], call: str = "explicit") -> None:
+        check_together(controls)
         self.model, self.attn, self.call = model, attn, call
         self._bound: list[Bound] = [control.bind(model.hf) for control in controls]
 

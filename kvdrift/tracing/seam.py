@@ -62,13 +62,15 @@ class Order(IntEnum):
     """Where a link stands in the chain: outermost first.
 
     A link at `WRITE` changes what the kernel reads before others observe it, one at `WRITE_OUTPUT` changes what the
-    kernel returns before others observe that.
+    kernel returns before others observe that. One at `EXECUTE` hands the call on in another precision; one at `KERNEL`
+    replaces the native function.
     """
 
     WRITE = 0
     OBSERVE = 1
     WRITE_OUTPUT = 2
     EXECUTE = 3
+    KERNEL = 4
 
 
 class Link(Protocol):

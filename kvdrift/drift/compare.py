@@ -17,6 +17,7 @@ from kvdrift.drift.result import Drift
 from kvdrift.drift.resume import FinishedPrompts
 from kvdrift.errors import InputError
 from kvdrift.fingerprint import one_job
+from kvdrift.models.ending import template_notes
 from kvdrift.models.load import load
 from kvdrift.models.model import Model, as_prompts
 from kvdrift.paths.cache_off import CacheOff
@@ -48,6 +49,7 @@ def compare(
     control: str | None = None,
     self_drift: bool = False,
     chat: bool = False,
+    ignore_eos: bool = False,
     seed: int = 0,
     progress: bool = True,
     store: str | FilePath | None = None,
@@ -86,6 +88,8 @@ def compare(
         Also compare each path's K/V with its own previous step.
     chat
         Put text prompts into the chat template.
+    ignore_eos
+        Go on past an end-of-sequence token.
     seed
         First seed of the re-rolls.
     progress
@@ -131,6 +135,8 @@ def compare(
         local=local,
         self_drift=self_drift,
         tokens="given" if forced is not None else str(tokens),
+        ignore_eos=ignore_eos,
+        notes=template_notes(model, given, chat),
     )
     if control is not None:
         job = replace(job, control=job.in_dtype(control))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -17,6 +17,7 @@ from kvdrift.drift.assemble import one_prompt
 from kvdrift.drift.lockstep import Lockstep, Plan
 from kvdrift.drift.result import Drift
 from kvdrift.errors import InputError, SiteError
+from kvdrift.models.ending import stops
 from kvdrift.models.labels import Prompt
 from kvdrift.models.load import DTYPES
 from kvdrift.models.model import Model
@@ -36,6 +37,7 @@ class Job:
     b: Path
     plan: Plan
     tokens: str
+    stop: frozenset[int]
     lockstep: Lockstep
     notes: tuple[str, ...]
     control: Job | None = None
@@ -53,6 +55,8 @@ class Job:
         local: bool,
         self_drift: bool,
         tokens: str,
+        ignore_eos: bool = False,
+        notes: Sequence[str] = (),
     ) -> Job:
         """Find out what both models give and decide what is measured.
 
@@ -64,7 +68,7 @@ class Job:
             If a site was asked for that one of them lacks.
         """
         one, two = a.model or model, b.model or model
-        notes = [note for m in dict.fromkeys((one, two)) for note in m.coverage.notes]
+        said = [*notes, *(note for m in dict.fromkeys((one, two)) for note in m.coverage.notes)]
         for attribute in ("n_layers", "d_model", "vocab_size"):
             x, y = getattr(one.architecture, attribute), getattr(two.architecture, attribute)
             if x != y:
@@ -76,11 +80,11 @@ class Job:
         }
         every, _ = timing
         if every > 1:
-            notes.append(f"one step in {every} was measured: flips between them are not seen")
+            said.append(f"one step in {every} was measured: flips between them are not seen")
         alike = _same_heads(one, two)
         if not alike:
             shared |= dict.fromkeys(("q", "k", "v", "z"), ())
-            notes.append("q, k, v and z were not compared: the two models have other heads")
+            said.append("q, k, v and z were not compared: the two models have other heads")
         if sites is None:
             chosen = tuple(site for site, layers in shared.items() if layers)
         else:
@@ -98,11 +102,12 @@ class Job:
         local_layers = shared["k"] if local else ()
         if local and not (local_layers and one.dtype == two.dtype):
             why = "the two paths run in different dtypes" if local_layers else "past K/V cannot be written"
-            notes.append(f"local drift was not measured: {why}")
+            said.append(f"local drift was not measured: {why}")
             local_layers = ()
         local_sites = tuple(s for s in LOCAL_SITES if set(local_layers) <= set(shared[s]))
         plan = Plan(chosen, *timing, seeds, local_sites, local_layers, self_drift)
-        return cls(model, a, b, plan, tokens, Lockstep(a, b, model, plan), tuple(notes))
+        stop = frozenset() if tokens == "given" else stops(model, ignore_eos)
+        return cls(model, a, b, plan, tokens, stop, Lockstep(a, b, model, plan), tuple(said))
 
     def __enter__(self) -> Job:
         return self
@@ -138,7 +143,7 @@ class Job:
             assert logits is not None, "tokens='b' runs path b at every step"
             return greedy(logits, step)
 
-        stop = self.model.eos_ids if forced is None else frozenset()
+        stop = self.stop if forced is None else frozenset()  # a control follows the base's tokens
         arrays = one_prompt(self.lockstep.walk(prompt.ids, choose, n_steps, stop, tick))
         one, two = self.a.model or self.model, self.b.model or self.model
         for site in self.plan.sites:
@@ -177,6 +182,7 @@ class Job:
             "software": provenance.collect()["software"],
             "plan": asdict(self.plan),
             "tokens": self.tokens,
+            "stop": sorted(self.stop),
             "control": None if self.control is None else self.control.model.dtype_name,
         }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import numpy as np
 from kvdrift import markup
 from kvdrift.drift import findings, peaks
 from kvdrift.drift.profile import MIN_PROMPTS, Estimate, Growth, Onset, rule_of_three
+from kvdrift.models import ending
 
 if TYPE_CHECKING:
     from kvdrift.drift.result import Drift
@@ -31,7 +33,7 @@ def text(drift: Drift) -> str:
     tiny-llama · float32 · attention sdpa · cache-ON against cache-OFF · 1 prompt, 4 steps
     """
     lines = [headline(drift)]
-    for mark, sentences in (("•", reading(drift)), ("!", drift.notes)):
+    for mark, sentences in (("•", reading(drift)), ("!", _notes(drift))):
         for sentence in sentences:
             lines += textwrap.wrap(sentence, WIDTH, initial_indent=f"{mark} ", subsequent_indent="  ") or [mark]
     return "\n".join(lines)
@@ -39,8 +41,13 @@ def text(drift: Drift) -> str:
 
 def html(drift: Drift) -> str:
     """The same for Jupyter; every text is escaped."""
-    notes = (markup.paragraph("Please note"), markup.listing(drift.notes)) if drift.notes else ()
+    said = _notes(drift)
+    notes = (markup.paragraph("Please note"), markup.listing(said)) if said else ()
     return markup.block(headline(drift), markup.listing(reading(drift)), *notes)
+
+
+def _notes(drift: Drift) -> Sequence[str]:
+    return drift.notes if drift.counted.any() else ending.other_notes(drift.notes)
 
 
 def as_dict(drift: Drift) -> dict[str, Any]:
@@ -69,8 +76,11 @@ def reading(drift: Drift) -> list[str]:
 
     Each speaks only about what was measured; what was not, and how many prompts the rest stands on, is said.
     """
+    if not drift.counted.any():
+        return _nothing(drift)
     grows, start = findings.growth(drift), findings.onset(drift)
     sentences = [
+        _some_ended(drift),
         _start(drift, start),
         *_growth(drift, grows),
         *_floor(drift, grows),
@@ -84,6 +94,27 @@ def reading(drift: Drift) -> list[str]:
 
 
 # --- one sentence each
+
+
+def _nothing(drift: Drift) -> list[str]:
+    """Why no step counts; and what step 0 shows where the paths differ there (after a prefill in chunks they can)."""
+    said = [ending.nothing_followed(drift.arrays, drift.provenance, drift.notes)]
+    first = drift.values("logits", "kl")[drift.measured] if drift.has("logits", "kl") else np.empty(0)
+    if first.any():
+        said.append(f"At step 0, the prefill, KL is {number(findings.largest(first))} nats at most; {_flips(drift)}")
+    return said
+
+
+def _some_ended(drift: Drift) -> str:
+    """That some prompts have no step to measure; what follows is about the others."""
+    empty = ~drift.counted.any(axis=1)
+    if not empty.any():
+        return ""
+    counts = [n for n, no_step in zip(ending.ended(drift.arrays, drift.provenance), empty, strict=True) if no_step]
+    why = "there is no step after step 0"
+    if early := [n for n in counts if n is not None]:
+        why = f"the model ended its text {ending.after(early)}"
+    return f"In {int(empty.sum())} of {len(empty)} prompts {why}: what follows is about the others."
 
 
 def _start(drift: Drift, start: Onset | None) -> str:

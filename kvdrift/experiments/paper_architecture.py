@@ -144,6 +144,7 @@ def paper_architecture(
     max_new_tokens: int = 32,
     floor: int = 1,
     chat: bool = False,
+    ignore_eos: bool = False,
     seed: int = 0,
     progress: bool = True,
     store: str | FilePath | None = None,
@@ -166,7 +167,7 @@ def paper_architecture(
         Steps per prompt. Windows are widened only if prompt and steps fit in the (shortest) window.
     floor
         Re-rolls for the rounding floors of every arm.
-    chat, seed, progress
+    chat, ignore_eos, seed, progress
         As in `kvdrift.compare`.
     store
         A folder that keeps finished prompts, one subfolder per arm.
@@ -198,8 +199,8 @@ def paper_architecture(
     def run(name: str, one: Model, **options: Any) -> Drift:
         kept = None if store is None else FilePath(store) / name
         return compare(
-            one, prompts, max_new_tokens=max_new_tokens, sites=(SITE,), floor=floor, chat=chat, seed=seed,
-            progress=progress, store=kept, **options,
+            one, prompts, max_new_tokens=max_new_tokens, sites=(SITE,), floor=floor, chat=chat, ignore_eos=ignore_eos,
+            seed=seed, progress=progress, store=kept, **options,
         )  # fmt: skip
 
     original = run("original", source.around(cast_copy(source.hf, source.dtype)))

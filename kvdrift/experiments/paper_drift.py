@@ -54,6 +54,7 @@ def paper_drift(
     max_new_tokens: int = 32,
     floor: int = 1,
     chat: bool = False,
+    ignore_eos: bool = False,
     seed: int = 0,
     progress: bool = True,
     store: str | FilePath | None = None,
@@ -69,7 +70,7 @@ def paper_drift(
         One or several of what `kvdrift.load` takes, or a mapping whose keys name them.
     prompts
         As `kvdrift.compare` takes them; text, so that every model reads its own tokens.
-    max_new_tokens, floor, chat, seed, progress
+    max_new_tokens, floor, chat, ignore_eos, seed, progress
         As in `kvdrift.compare`.
     store
         A folder that keeps finished prompts, one subfolder per model.
@@ -106,6 +107,7 @@ def paper_drift(
             max_new_tokens=max_new_tokens,
             floor=floor,
             chat=chat,
+            ignore_eos=ignore_eos,
             seed=seed,
             progress=progress,
             store=None if store is None else FilePath(store) / name,

@@ -159,6 +159,7 @@ def paper_patching(
     directions: Iterable[str] = tuple(DIRECTIONS),
     placebos: int = 2,
     chat: bool = False,
+    ignore_eos: bool = False,
     seed: int = 0,
     progress: bool = True,
     store: str | FilePath | None = None,
@@ -184,7 +185,7 @@ def paper_patching(
         ``"on_from_off"`` (the paper's), ``"off_from_on"`` (slower: every arm recomputes the prefix), or both.
     placebos
         Noise placebos per cell.
-    chat, seed, progress
+    chat, ignore_eos, seed, progress
         As in `kvdrift.patch`.
     store
         A folder that keeps finished cells: the same call goes on from there.
@@ -225,7 +226,7 @@ def paper_patching(
     for name in chosen:
         setup = read(
             loaded, prompts, donor=None, recipient=recipients[name], max_new_tokens=max_new_tokens, tokens=None,
-            chat=chat, progress=progress,
+            chat=chat, ignore_eos=ignore_eos, progress=progress,
         )  # fmt: skip
         kept = None if store is None else FilePath(store) / name
         sweeps[name] = run_cells(

@@ -42,6 +42,7 @@ def falsify(
     max_new_tokens: int = 24,
     tokens: Any = None,
     chat: bool = False,
+    ignore_eos: bool = False,
     seed: int = 0,
     progress: bool = True,
     store: str | FilePath | None = None,
@@ -68,6 +69,8 @@ def falsify(
         Token ids that all arms consume instead (one list per prompt).
     chat
         Put text prompts into the chat template.
+    ignore_eos
+        Go on past an end-of-sequence token.
     seed
         Seed of the re-rolls.
     progress
@@ -104,7 +107,9 @@ def falsify(
     results: dict[str, tuple[Rung, Drift | None]] = {}
     with tqdm(total=1 + len(wanted), desc="falsify", unit="arm", disable=not progress) as bar:
         bar.set_postfix_str(base.name)
-        drift = setup.compare(base, given, "a" if tokens is None else tokens, chat)
+        drift = setup.compare(base, given, "a" if tokens is None else tokens, chat, ignore_eos)
+        if not drift.counted.any():
+            wanted = []  # the text ended at once: no arm has a step to measure
         n_steps = drift.measured.sum(axis=1)
         setup.forced = [row[:n].tolist() for row, n in zip(drift.arrays["fed"], n_steps, strict=True)]
         setup.longest = max(len(ids) + len(fed) for ids, fed in zip(encoded, setup.forced, strict=True))
@@ -135,7 +140,7 @@ class _Setup:
         rung = self.described(arm)
         try:
             rung = self.rung(arm)
-            return rung, self.compare(arm, self.prompts, self.forced, False)
+            return rung, self.compare(arm, self.prompts, self.forced)
         except NonFiniteError as error:
             return replace(rung, status="not finite", reason=str(error)), None
         except FileError:  # of the store, not of the arm
@@ -143,12 +148,14 @@ class _Setup:
         except (KvdriftError, RuntimeError) as error:
             return replace(rung, status="not run", reason=" ".join(str(error).split())), None
 
-    def compare(self, arm: Arm, prompts: Any, tokens: Any, chat: bool) -> Drift:
+    def compare(
+        self, arm: Arm, prompts: Any, tokens: Any, chat: bool = False, ignore_eos: bool = False
+    ) -> Drift:
         """The comparison of one arm."""
         model = self.in_dtype(arm)
         a, b = self.paths(arm)
         return compare(
-            model, prompts, a=a, b=b, tokens=tokens, max_new_tokens=self.steps, chat=chat,
+            model, prompts, a=a, b=b, tokens=tokens, max_new_tokens=self.steps, chat=chat, ignore_eos=ignore_eos,
             sites=[SITE if SITE in model.coverage.sites else "logits"], floor=0, local=False, progress=False,
             store=None if self.store is None else self.store / arm.name,
         )  # fmt: skip
@@ -221,6 +228,8 @@ def _ladder(model: Model, base: Arm, results: dict[str, tuple[Rung, Drift | None
     }
     arrays["fed"], arrays["n_steps"] = drift.arrays["fed"], drift.measured.sum(axis=1)
     found = provenance.collect(model)
+    stop = drift.provenance["settings"]["stop"]
+    settings = {"seed": seed, "weights": model.fingerprint, "arms": names, "stop": stop}
     return Ladder(
         model=drift.a,
         base=base.name,
@@ -230,7 +239,7 @@ def _ladder(model: Model, base: Arm, results: dict[str, tuple[Rung, Drift | None
         arrays=arrays,
         token_texts=drift.token_texts,
         notes=drift.notes,
-        provenance=found | {"settings": {"seed": seed, "weights": model.fingerprint, "arms": names}},
+        provenance=found | {"settings": settings},
     )
 
 

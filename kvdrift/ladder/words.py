@@ -13,6 +13,7 @@ from kvdrift.drift.findings import json_safe
 from kvdrift.drift.profile import MIN_PROMPTS
 from kvdrift.drift.summary import WIDTH, model_name, number, times
 from kvdrift.ladder.arms import ARMS, FLOOR, HALF
+from kvdrift.models.ending import nothing_followed, other_notes
 
 if TYPE_CHECKING:
     from kvdrift.ladder.result import Ladder
@@ -35,8 +36,9 @@ def headline(ladder: Ladder) -> str:
 
 def summary(ladder: Ladder) -> str:
     """The headline, one line per arm, the reading, the notes."""
-    lines = [headline(ladder), *_table(ladder)]
-    for mark, sentences in (("•", reading(ladder)), ("!", ladder.notes)):
+    measured = ladder.counted.any()
+    lines = [headline(ladder), *(_table(ladder) if measured else [])]
+    for mark, sentences in (("•", reading(ladder)), ("!", ladder.notes if measured else other_notes(ladder.notes))):
         for sentence in sentences:
             lines += textwrap.wrap(sentence, WIDTH, initial_indent=f"{mark} ", subsequent_indent="  ")
     return "\n".join(lines)
@@ -45,6 +47,8 @@ def summary(ladder: Ladder) -> str:
 def html(ladder: Ladder) -> str:
     """The same for Jupyter; every text is escaped."""
     table = markup.table([cells(ladder, rung) for rung in ladder.rungs], COLUMNS)
+    if not ladder.counted.any():
+        return markup.block(headline(ladder), markup.listing([*reading(ladder), *other_notes(ladder.notes)]))
     return markup.block(headline(ladder), table, markup.listing([*reading(ladder), *ladder.notes]))
 
 
@@ -110,7 +114,7 @@ def _table(ladder: Ladder) -> list[str]:
 def reading(ladder: Ladder) -> list[str]:
     """What the ladder says about rounding as the cause, prediction by prediction."""
     if not ladder.counted.any():
-        return ["no step after step 0 was measured: ask for more new tokens"]
+        return [nothing_followed(ladder.arrays, ladder.provenance, ladder.notes)]
     return [
         *_fixed_shape(ladder),
         *(sentence for pair in PAIRS for sentence in _pair(ladder, *pair)),

@@ -46,6 +46,7 @@ def factorial(
     max_new_tokens: int = 32,
     tokens: Any = None,
     chat: bool = False,
+    ignore_eos: bool = False,
     seed: int = 0,
     progress: bool = True,
 ) -> Factorial:
@@ -57,7 +58,7 @@ def factorial(
 
     Parameters
     ----------
-    model, prompts, max_new_tokens, chat, progress
+    model, prompts, max_new_tokens, chat, ignore_eos, progress
         As `kvdrift.patch` takes them.
     a, b
         The path with and the path without a cache; `CacheOn` and `CacheOff` by default.
@@ -85,7 +86,7 @@ def factorial(
     """
     setup = read(
         model, prompts, donor=CacheOff() if b is None else b, recipient=CacheOn() if a is None else a,
-        max_new_tokens=max_new_tokens, tokens=tokens, chat=chat, progress=progress,
+        max_new_tokens=max_new_tokens, tokens=tokens, chat=chat, ignore_eos=ignore_eos, progress=progress,
     )  # fmt: skip
     on, off = setup.recipient.model or setup.model, setup.donor.model or setup.model
     for owner in (on, off):
@@ -105,6 +106,7 @@ def factorial(
         prompts=setup.prompts,
         arrays=arrays,
         token_texts=setup.token_texts(*np.unique(arrays["fed"]).tolist()),
+        notes=setup.notes,
         provenance=setup.provenance(seed=seed),
     )
 

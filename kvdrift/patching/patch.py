@@ -37,6 +37,7 @@ def patch(
     controls: bool = True,
     trajectories: bool = True,
     chat: bool = False,
+    ignore_eos: bool = False,
     seed: int = 0,
     progress: bool = True,
 ) -> PatchResult:
@@ -73,6 +74,8 @@ def patch(
         Also run free.
     chat
         Put text prompts into the chat template.
+    ignore_eos
+        Go on past an end-of-sequence token.
     seed
         Of the noise and the re-roll.
     progress
@@ -99,7 +102,7 @@ def patch(
     """
     setup = read(
         model, prompts, donor=donor, recipient=recipient, max_new_tokens=max_new_tokens, tokens=tokens,
-        chat=chat, progress=progress,
+        chat=chat, ignore_eos=ignore_eos, progress=progress,
     )  # fmt: skip
     cell = as_cell(patches)
     trajectories = trajectories and setup.follow is None
@@ -121,7 +124,7 @@ def patch(
         walk.close()
     return PatchResult(
         **common(setup, [cell], arms, found),
-        notes=tuple(walk.notes),
+        notes=(*setup.notes, *walk.notes),
         provenance=setup.provenance(seed=seed),
         extra={"trajectories": texts} if texts else {},
     )
@@ -170,7 +173,7 @@ def _free(setup: Setup, walk: Walk, number: int, cell: Cell, arms: Sequence[Arm]
     if rows["flip"][patched].any():
         own = walk.over(
             ids, {0: cell}, [arms[unpatched], arms[patched]], lambda _, logits, step: greedy(logits, step), length,
-            setup.model.eos_ids,
+            setup.stop,
         )  # fmt: skip
         texts["patched"] = own["fed"].tolist()
     return texts
@@ -182,7 +185,7 @@ def _alone(setup: Setup, ids: Sequence[int], length: int) -> list[int]:
     try:
         for number in range(length):
             tokens.append(greedy(run.step(tokens[-1] if number else None).logits, number))
-            if tokens[-1] in setup.model.eos_ids:
+            if tokens[-1] in setup.stop:
                 break
     finally:
         run.close()

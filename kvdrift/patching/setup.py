@@ -12,6 +12,7 @@ import torch
 
 from kvdrift import provenance
 from kvdrift.errors import InputError
+from kvdrift.models.ending import stops, template_notes
 from kvdrift.models.labels import PathInfo, Prompt
 from kvdrift.models.load import load
 from kvdrift.models.model import Model, as_prompts
@@ -40,6 +41,10 @@ class Setup:
         The paths. With recorded donors, ``donor`` stands for the path that a float32 donor would take.
     traces
         Recorded donors, one per prompt, or None.
+    stop
+        Tokens that end a run: none where the tokens were given.
+    notes
+        Sentences a reader should see, whatever is patched.
     """
 
     model: Model
@@ -49,11 +54,8 @@ class Setup:
     donor: Path
     recipient: Path
     traces: tuple[Trace, ...] | None
-
-    @property
-    def stop(self) -> frozenset[int]:
-        """Tokens that end a run: none where the tokens were given."""
-        return self.model.eos_ids if self.follow is None else frozenset()
+    stop: frozenset[int]
+    notes: tuple[str, ...]
 
     def trace(self, number: int) -> Trace | None:
         """The recorded donor of a prompt, or None for a live one."""
@@ -89,6 +91,7 @@ class Setup:
             "driver": [model.backend.driver for model in models],
             "prompts": [prompt.ids for prompt in self.prompts],
             "tokens": self.follow,
+            "stop": sorted(self.stop),
             "lengths": self.lengths,
             "threads": torch.get_num_threads(),
             "software": provenance.collect()["software"],
@@ -109,6 +112,7 @@ def read(
     max_new_tokens: int,
     tokens: Any,
     chat: bool,
+    ignore_eos: bool,
     progress: bool,
 ) -> Setup:
     """Read the arguments that all verbs of patching share.
@@ -149,7 +153,10 @@ def read(
         lengths = [len(ids) for ids in follow]
     for ids, length in zip(encoded, lengths, strict=True):
         model.check_length(len(ids), length)
-    return Setup(model, labelled, follow, tuple(lengths), path, recipient, traces)
+    stop = stops(model, ignore_eos) if follow is None else frozenset()
+    return Setup(
+        model, labelled, follow, tuple(lengths), path, recipient, traces, stop, template_notes(model, given, chat)
+    )
 
 
 def _traces(donor: Any, n: int) -> tuple[Trace, ...] | None:

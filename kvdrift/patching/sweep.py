@@ -60,6 +60,7 @@ def sweep(
     placebos: int = 1,
     controls: Controls = "shared",
     chat: bool = False,
+    ignore_eos: bool = False,
     seed: int = 0,
     progress: bool = True,
     store: str | FilePath | None = None,
@@ -77,7 +78,7 @@ def sweep(
 
     Parameters
     ----------
-    model, prompts, donor, recipient, max_new_tokens, tokens, chat, seed, progress
+    model, prompts, donor, recipient, max_new_tokens, tokens, chat, ignore_eos, seed, progress
         As `kvdrift.patch` takes them.
     sites
         Sites to patch, crossed with everything else.
@@ -130,7 +131,7 @@ def sweep(
     """
     setup = read(
         model, prompts, donor=donor, recipient=recipient, max_new_tokens=max_new_tokens, tokens=tokens,
-        chat=chat, progress=progress,
+        chat=chat, ignore_eos=ignore_eos, progress=progress,
     )  # fmt: skip
     axes = (over,) if isinstance(over, str) else tuple(over)
     if patches is not None:
@@ -185,7 +186,7 @@ def run_cells(
         found = [rows_of(kept.done, number, len(cells)) for number in range(len(setup.prompts))]
         provenance = setup.provenance(**settings)
     return Sweep(
-        **common(setup, cells, arms, found), notes=tuple(walk.notes), provenance=provenance, extra={"over": over}
+        **common(setup, cells, arms, found), notes=(*setup.notes, *walk.notes), provenance=provenance, extra={"over": over}
     )
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvdrift.drift.profile import MIN_PROMPTS
+from kvdrift.models.ending import nothing_followed, other_notes
 
 if TYPE_CHECKING:
     from kvdrift.patching.factorial_result import Factorial
@@ -31,9 +32,6 @@ NAMES = {
 _REFERENCES = {"placebo": "noise at the same place", "unpatched": "no patch"}
 NOTICED = 0.05
 """A recovery below this is too small to be divided among causes."""
-NOTHING_FOLLOWS = (
-    "no step follows the first write at step {first}: the text ended before it, or more new tokens are needed"
-)
 
 
 def headline(result: Outcomes) -> str:
@@ -49,7 +47,7 @@ def patch_summary(result: PatchResult) -> str:
     """What one patch did, beside its controls."""
     lines = [headline(result), f"patch: {result.cells[0].label}"]
     if not result.counted().any():
-        return "\n".join([*lines, *reading(result), *result.notes])
+        return "\n".join([*lines, *reading(result), *other_notes(result.notes)])
     roles = dict.fromkeys(arm.role for arm in result.arms)
     distances = [f"{NAMES[role]} {_spread(result.distance(role))}" for role in roles]
     lines.append("mean distance to the donor after the first write (centred logit L2): " + "; ".join(distances))
@@ -73,7 +71,7 @@ def patch_summary(result: PatchResult) -> str:
 def reading(result: Outcomes, cell: int = 0) -> list[str]:
     """What the recovery of one cell does and does not show."""
     if not result.counted(cell).any():
-        return [NOTHING_FOLLOWS.format(first=result.cells[cell].first)]
+        return [_nothing(result, result.cells[cell].first)]
     found, plain = result.recovery(cell), result.recovery(cell, against="unpatched")
     if math.isnan(plain.value):
         return ["nothing to recover: without a patch the recipient has the donor's logits at every counted step"]
@@ -105,6 +103,12 @@ def reading(result: Outcomes, cell: int = 0) -> list[str]:
             )
         said.append(sentence)
     return said
+
+
+def _nothing(result: Outcomes, first: int) -> str:
+    """Why no step follows the first write."""
+    what = f"no step follows the first write at step {first}"
+    return nothing_followed(result.arrays, result.provenance, result.notes, what)
 
 
 def nothing_written(result: Outcomes, cell: int = 0) -> str:
@@ -160,7 +164,9 @@ def sweep_summary(sweep: Sweep) -> str:
     if known.empty:
         counted = any(sweep.counted(cell).any() for cell in range(len(sweep.cells)))
         first = min(cell.first for cell in sweep.cells)
-        why = "without a patch there is nothing to recover" if counted else NOTHING_FOLLOWS.format(first=first)
+        if not counted:
+            return "\n".join([*lines, _nothing(sweep, first), *other_notes(sweep.notes)])
+        why = "without a patch there is nothing to recover"
         return "\n".join([*lines, f"no cell has a defined recovery: {why}", *sweep.notes])
     for _, row in sweep.best(3).iterrows():
         if math.isnan(row["recovery"]):
@@ -215,7 +221,8 @@ def factorial_summary(result: Factorial) -> str:
         f"{steps} step{'s' * (steps != 1)}",
     ]
     if not result.counted.any():
-        return "\n".join([*lines, "no step follows the prompt: the text ended at once"])
+        why = nothing_followed(result.arrays, result.provenance, result.notes)
+        return "\n".join([*lines, why, *other_notes(result.notes)])
     for pair, what in {WHOLE: f"{result.on.label} against {result.off.label}", **EDGES, **PLACEBOS}.items():
         distance, same = result.per_prompt(pair), result.per_prompt(pair, "identical")
         lines.append(

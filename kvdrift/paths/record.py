@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from numbers import Integral
 from typing import Any
@@ -10,6 +11,7 @@ from tqdm.auto import tqdm
 
 from kvdrift.errors import InputError, SiteError
 from kvdrift.fingerprint import one_job
+from kvdrift.models.ending import stops, template_notes, tokens_written, way_on
 from kvdrift.models.load import load
 from kvdrift.models.model import Model, as_prompts
 from kvdrift.paths.cache_on import CacheOn
@@ -36,6 +38,7 @@ def record(
     offload: bool = False,
     memory_budget: int | None = None,
     chat: bool = False,
+    ignore_eos: bool = False,
     progress: bool = True,
 ) -> Trace | list[Trace]:
     """Run one path and keep what it computes at chosen sites.
@@ -66,6 +69,8 @@ def record(
         Bytes that the recording may take; by default half of what is free.
     chat
         Put text prompts into the chat template.
+    ignore_eos
+        Go on past an end-of-sequence token.
     progress
         Show the estimated size and a progress bar.
 
@@ -109,9 +114,23 @@ def record(
     traces, weights = [], used.fingerprint
     with tqdm(total=sum(lengths), desc="record", unit="step", disable=not progress) as bar:
         for prompt, ids, follow, length in zip(given, encoded, followed, lengths, strict=True):
-            recording = Recording(used, path, wanted, kept, positions, offload, memory_budget, progress, weights)
+            recording = Recording(
+                used, path, wanted, kept, positions, offload, memory_budget, progress, weights, stops(model, ignore_eos)
+            )
             traces.append(recording.run(used.label(prompt, ids), follow, length, bar))
+    if progress:
+        _tell(traces, template_notes(model, given, chat), stops(model, ignore_eos))
     return traces if many else traces[0]
+
+
+def _tell(traces: Sequence[Trace], notes: Sequence[str], stop: frozenset[int]) -> None:
+    """On stderr: which texts ended before a token was written, or that there is a chat template that was not used."""
+    empty = sum(tokens_written(trace.fed, stop) == 0 for trace in traces)
+    if empty:
+        which = "The model ended its text" if empty == len(traces) else f"{empty} of {len(traces)} texts ended"
+        print(f"kvdrift: {which} after 0 tokens, so there is one step. {way_on(notes)}", file=sys.stderr)
+    for note in () if empty else notes:
+        print(f"kvdrift: {note}.", file=sys.stderr)
 
 
 def _followed(model: Model, tokens: Any, n_prompts: int) -> list[list[int] | None]:

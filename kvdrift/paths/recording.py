@@ -39,6 +39,8 @@ class Recording:
         As `kvdrift.record` takes them.
     weights
         The model's fingerprint, taken once for all prompts.
+    stop
+        Tokens that end a text which the path writes itself.
     """
 
     def __init__(
@@ -52,9 +54,10 @@ class Recording:
         memory_budget: int | None,
         progress: bool,
         weights: str,
+        stop: frozenset[int],
     ) -> None:
         self.model, self.path, self.offload = model, path, offload
-        self.memory_budget, self.progress, self.weights = memory_budget, progress, weights
+        self.memory_budget, self.progress, self.weights, self.stop = memory_budget, progress, weights, stop
         self.positions = positions
         where: Literal["current", "all"] = "current" if positions == "current" else "all"
         self.tap = Tap(model, wanted, where=where, kv_where=where, heads=heads, keep=True)
@@ -65,7 +68,7 @@ class Recording:
 
     def run(self, prompt: Prompt, follow: list[int] | None, n_steps: int, bar: tqdm) -> Trace:
         """Run the path over the prompt and ``n_steps`` predictions, following the tokens given if any."""
-        stop = self.model.eos_ids if follow is None else frozenset()
+        stop = self.stop if follow is None else frozenset()
         tokens, n_prompt = list(prompt.ids), len(prompt.ids)
         run = self.path.start(self.model, prompt.ids)
         try:

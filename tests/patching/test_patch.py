@@ -328,7 +328,7 @@ def test_the_shortest_run(prompt, recipient, tiny_model):
     assert result.arrays["logit_l2"].shape[-1] == 2
     assert np.isfinite(rows(result, "moved")[1])
     assert not result.counted().any()
-    assert "no step follows the first write at step 1" in result.summary()
+    assert "No step follows the first write at step 1: ask for more new tokens." in result.summary()
     assert np.isnan(result.recovery().value)
     assert np.isfinite(result.recovery(steps="written").value) or not rows(result, "logit_l2", "placebo").any()
 

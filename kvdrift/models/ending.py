@@ -1,0 +1,108 @@
+"""Where texts end: the tokens that end one, and what is said where a text ended before anything was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvdrift.models.model import Model
+
+UNUSED_TEMPLATE = (
+    "the model has a chat template and the text prompts went in without it; chat=True (at a terminal --chat) uses it"
+)
+"""The note of a result whose prompts were put to an instruct model as they are."""
+_GO_ON = "go on past the end (ignore_eos=True, --ignore-eos) or give the tokens to follow (tokens=…)"
+_CHAT = "put the prompt into the model's chat template (chat=True, --chat), "
+
+
+def stops(model: Model, ignore_eos: bool) -> frozenset[int]:
+    """The tokens that end a text which the model writes itself: none with ``ignore_eos``."""
+    return frozenset() if ignore_eos else model.eos_ids
+
+
+def template_notes(model: Model, prompts: Sequence[Any], chat: bool) -> tuple[str, ...]:
+    """`UNUSED_TEMPLATE`, where it holds.
+
+    Examples
+    --------
+    >>> import kvdrift as kd
+    >>> template_notes(kd.load(kd.models.tiny("llama"), quiet=True), [[1, 2, 3]], chat=False)
+    ()
+    """
+    written = any(isinstance(prompt, str) for prompt in prompts)
+    return (UNUSED_TEMPLATE,) if written and not chat and getattr(model.tokenizer, "chat_template", None) else ()
+
+
+def tokens_written(fed: Sequence[int], stop: frozenset[int]) -> int | None:
+    """How many tokens a text has before the token that ended it; None if none did.
+
+    Examples
+    --------
+    >>> tokens_written([5, 6, 2], frozenset({2})), tokens_written([2], frozenset({2})), tokens_written([5], frozenset())
+    (2, 0, None)
+    """
+    return len(fed) - 1 if len(fed) and fed[-1] in stop else None
+
+
+def ended(arrays: Mapping[str, np.ndarray], provenance: Mapping[str, Any]) -> list[int | None]:
+    """`tokens_written` of every prompt of a result, from its ``fed`` and ``n_steps`` and the stop tokens it was made
+    with (none are known of results of older versions)."""
+    stop = frozenset(provenance.get("settings", {}).get("stop") or ())
+    return [tokens_written(row[:n].tolist(), stop) for row, n in zip(arrays["fed"], arrays["n_steps"], strict=True)]
+
+
+def after(counts: Sequence[int]) -> str:
+    """``"after 0 tokens"``, ``"after 0 to 3 tokens"``.
+
+    Examples
+    --------
+    >>> after([0, 3]), after([1])
+    ('after 0 to 3 tokens', 'after 1 token')
+    """
+    least, most = min(counts), max(counts)
+    return f"after {least if least == most else f'{least} to {most}'} token{'' if most == 1 else 's'}"
+
+
+def way_on(notes: Sequence[str]) -> str:
+    """What to do about a text that ended too early, as a sentence; the chat template only where it was left out."""
+    said = f"{_CHAT if UNUSED_TEMPLATE in notes else ''}{_GO_ON}."
+    return said[0].upper() + said[1:]
+
+
+def nothing_followed(
+    arrays: Mapping[str, np.ndarray],
+    provenance: Mapping[str, Any],
+    notes: Sequence[str],
+    what: str = "no step after step 0, the prefill, was measured",
+) -> str:
+    """Why a result has no step that counts, and the way on: the texts ended by themselves, or too few tokens were asked
+    for.
+
+    Parameters
+    ----------
+    arrays, provenance, notes
+        Those of the result.
+    what
+        What is missing, as a clause.
+
+    Examples
+    --------
+    >>> arrays = {"fed": np.array([[2]]), "n_steps": np.array([1])}
+    >>> nothing_followed(arrays, {"settings": {"stop": [2]}}, ()).partition(".")[0]
+    'The model ended its text after 0 tokens: no step after step 0, the prefill, was measured'
+    >>> nothing_followed(arrays, {}, ())
+    'No step after step 0, the prefill, was measured: ask for more new tokens.'
+    """
+    counts = ended(arrays, provenance)
+    early = [count for count in counts if count is not None]
+    if not early:
+        return f"{what[0].upper()}{what[1:]}: ask for more new tokens."
+    where = "" if len(early) == len(counts) else f" in {len(early)} of {len(counts)} prompts"
+    return f"The model ended its text {after(early)}{where}: {what}. {way_on(notes)}"
+
+
+def other_notes(notes: Sequence[str]) -> list[str]:
+    """The notes beside the one that `way_on` has said already."""
+    return [note for note in notes if note != UNUSED_TEMPLATE]

@@ -23,6 +23,7 @@ def factorial(
     device: options.Device = "auto",
     attn: options.Attention = "auto",
     chat: options.Chat = False,
+    ignore_eos: options.IgnoreEos = False,
     prefill_chunk: options.PrefillChunk = None,
     threads: options.Threads = None,
     seed: Annotated[int, typer.Option(help="Which entry the placebo moves.")] = 0,
@@ -38,5 +39,7 @@ def factorial(
 
         loaded = open_model(model, dtype, device, attn, threads)
         off, on = donor_and_recipient("on", prefill_chunk)
-        result = run(loaded, given, a=on, b=off, max_new_tokens=max_new_tokens, chat=chat, seed=seed)
+        result = run(
+            loaded, given, a=on, b=off, max_new_tokens=max_new_tokens, chat=chat, ignore_eos=ignore_eos, seed=seed
+        )
     deliver(made_by(result, typed(context)), as_json=as_json, save=save, report=report)

@@ -27,6 +27,7 @@ def falsify(
     device: options.Device = "auto",
     attn: options.Attention = "auto",
     chat: options.Chat = False,
+    ignore_eos: options.IgnoreEos = False,
     threads: options.Threads = None,
     seed: Annotated[int, typer.Option(help="Seed of the re-rolls.")] = 0,
     store: options.Store = None,
@@ -44,5 +45,8 @@ def falsify(
         names = None if arms is None else [name.strip() for name in arms.split(",") if name.strip()]
         chosen(names)  # refuses an unknown name before the model is loaded
         loaded = open_model(model, dtype, device, attn, threads)
-        result = run(loaded, given, arms=names, max_new_tokens=max_new_tokens, chat=chat, seed=seed, store=store)
+        result = run(
+            loaded, given, arms=names, max_new_tokens=max_new_tokens, chat=chat, ignore_eos=ignore_eos, seed=seed,
+            store=store,
+        )  # fmt: skip
     deliver(made_by(result, typed(context)), as_json=as_json, save=save, report=report)

@@ -23,6 +23,7 @@ PromptFile = Annotated[
 ]
 NewTokens = Annotated[int, typer.Option(min=1, help="Steps per prompt.")]
 Chat = Annotated[bool, typer.Option("--chat", help="Put prompts into the chat template.")]
+IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on past an end-of-sequence token.")]
 
 # --- where
 Layers = Annotated[str | None, typer.Option(help="Such as 0,3,5-8; all if left out.")]

@@ -40,6 +40,7 @@ def patch(
     placebos: Annotated[int, typer.Option(min=0, help="Noise placebos; 0 for none.")] = 3,
     controls: Annotated[bool, typer.Option(help="Run the controls beside the placebos.")] = True,
     chat: options.Chat = False,
+    ignore_eos: options.IgnoreEos = False,
     prefill_chunk: options.PrefillChunk = None,
     threads: options.Threads = None,
     seed: options.Seed = 0,
@@ -67,6 +68,7 @@ def patch(
             placebos=placebos,
             controls=controls,
             chat=chat,
+            ignore_eos=ignore_eos,
             seed=seed,
         )
     deliver(made_by(result, typed(context)), as_json=as_json, save=save, report=report)

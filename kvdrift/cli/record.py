@@ -29,6 +29,7 @@ def record(
     attn: options.Attention = "auto",
     prefill_chunk: options.PrefillChunk = None,
     chat: options.Chat = False,
+    ignore_eos: options.IgnoreEos = False,
     offload: Annotated[bool, typer.Option("--offload", help="Keep recorded tensors on the CPU.")] = False,
     memory_gb: Annotated[float | None, typer.Option(min=0, help="Memory allowed for the recording, in GB.")] = None,
     threads: options.Threads = None,
@@ -59,6 +60,7 @@ def record(
             offload=offload,
             memory_budget=None if memory_gb is None else int(memory_gb * 1e9),
             chat=chat,
+            ignore_eos=ignore_eos,
         )
         assert isinstance(traces, list), "a list of prompts gives a list of traces"
         saved = [trace.save(file) for trace, file in zip(traces, files, strict=True)]

@@ -37,7 +37,7 @@ class Job:
     b: Path
     plan: Plan
     tokens: str
-    stop: frozenset[int]
+    ignore_eos: bool
     lockstep: Lockstep
     notes: tuple[str, ...]
     control: Job | None = None
@@ -106,8 +106,12 @@ class Job:
             local_layers = ()
         local_sites = tuple(s for s in LOCAL_SITES if set(local_layers) <= set(shared[s]))
         plan = Plan(chosen, *timing, seeds, local_sites, local_layers, self_drift)
-        stop = frozenset() if tokens == "given" else stops(model, ignore_eos)
-        return cls(model, a, b, plan, tokens, stop, Lockstep(a, b, model, plan), tuple(said))
+        return cls(model, a, b, plan, tokens, ignore_eos, Lockstep(a, b, model, plan), tuple(said))
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """Tokens that end a text: none where the tokens are given."""
+        return frozenset() if self.tokens == "given" else stops(self.model, self.ignore_eos)
 
     def __enter__(self) -> Job:
         return self
@@ -143,7 +147,7 @@ class Job:
             assert logits is not None, "tokens='b' runs path b at every step"
             return greedy(logits, step)
 
-        stop = self.stop if forced is None else frozenset()  # a control follows the base's tokens
+        stop = self.ends if forced is None else frozenset()  # a control follows the base's tokens
         arrays = one_prompt(self.lockstep.walk(prompt.ids, choose, n_steps, stop, tick))
         one, two = self.a.model or self.model, self.b.model or self.model
         for site in self.plan.sites:
@@ -161,7 +165,8 @@ class Job:
             arrays=arrays,
             token_texts={int(token): self.model.token_text(int(token)) for token in sorted(seen)},
             control=control,
-            provenance=provenance.collect(one, two) | {"dtypes": self.lockstep.dtypes, "settings": self.settings},
+            provenance=provenance.collect(one, two)
+            | {"dtypes": self.lockstep.dtypes, "settings": self.settings, "ends": sorted(self.ends)},
             notes=self.notes,
         )
 
@@ -182,7 +187,7 @@ class Job:
             "software": provenance.collect()["software"],
             "plan": asdict(self.plan),
             "tokens": self.tokens,
-            "stop": sorted(self.stop),
+            "ignore_eos": self.ignore_eos,
             "control": None if self.control is None else self.control.model.dtype_name,
         }
 

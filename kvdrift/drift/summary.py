@@ -101,20 +101,20 @@ def _nothing(drift: Drift) -> list[str]:
     said = [ending.nothing_followed(drift.arrays, drift.provenance, drift.notes)]
     first = drift.values("logits", "kl")[drift.measured] if drift.has("logits", "kl") else np.empty(0)
     if first.any():
-        said.append(f"At step 0, the prefill, KL is {number(findings.largest(first))} nats at most; {_flips(drift)}")
+        said.append(f"At step 0, the prefill, KL is {number(findings.largest(first))} nats at most. {_flips(drift)}")
     return said
 
 
 def _some_ended(drift: Drift) -> str:
     """That some prompts have no step to measure; what follows is about the others."""
-    empty = ~drift.counted.any(axis=1)
-    if not empty.any():
+    empty = [not steps.any() for steps in drift.counted]
+    if not any(empty):
         return ""
     counts = [n for n, no_step in zip(ending.ended(drift.arrays, drift.provenance), empty, strict=True) if no_step]
     why = "there is no step after step 0"
     if early := [n for n in counts if n is not None]:
         why = f"the model ended its text {ending.after(early)}"
-    return f"In {int(empty.sum())} of {len(empty)} prompts {why}: what follows is about the others."
+    return f"In {sum(empty)} of {len(empty)} prompts {why}: what follows is about the others."
 
 
 def _start(drift: Drift, start: Onset | None) -> str:

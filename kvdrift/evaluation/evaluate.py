@@ -52,6 +52,7 @@ def evaluate(
     seeds: Sequence[int] = (0,),
     gold: bool = True,
     stop_at_divergence: bool = False,
+    ignore_eos: bool = False,
     store: str | FilePath | None = None,
     engine: str = "local",
     workers: int | None = None,
@@ -92,6 +93,9 @@ def evaluate(
     stop_at_divergence
         Let b and the re-rolls stop at the first token that differs from a's: enough for divergence rates, and cheaper;
         they have no accuracy then.
+    ignore_eos
+        Go on past an end-of-sequence token, up to ``max_new_tokens`` or a stop string: for rates of divergence. What is
+        written past the end is scored with the rest.
     store
         A folder that keeps finished items: the same call goes on from there, whatever stopped it.
     engine
@@ -138,6 +142,7 @@ def evaluate(
         max_new_tokens=_at_least(max_new_tokens, 1, "max_new_tokens"),
         gold=gold,
         stop_at_divergence=stop_at_divergence,
+        ignore_eos=ignore_eos,
     )
     items = _items(task, limit)
     prompts = _fitting(model, plan, items)
@@ -290,6 +295,7 @@ def _settings(model: Model, plan: Plan, threads: int) -> dict[str, Any]:
         "max_new_tokens": plan.max_new_tokens,
         "gold": plan.gold,
         "stop_at_divergence": plan.stop_at_divergence,
+        "ignore_eos": plan.ignore_eos,
         **here,
     }
     as_json: dict[str, Any] = json.loads(json.dumps(settings))

@@ -14,6 +14,7 @@ from kvdrift.controls.reroll import ReRoll
 from kvdrift.evaluation.records import Answer, Compared, Gold, ItemRecord, Trial
 from kvdrift.evaluation.strategies import Decision, Strategy
 from kvdrift.evaluation.task import Item, Task
+from kvdrift.models.ending import stops
 from kvdrift.models.model import Model
 from kvdrift.paths.path import Path, Run
 from kvdrift.provenance import prompt_hash
@@ -40,6 +41,8 @@ class Plan:
         Whether the gold text's log-probability is taken.
     stop_at_divergence
         Whether b and the re-rolls stop at the first token that differs from a's.
+    ignore_eos
+        Whether a text goes on past an end-of-sequence token.
     """
 
     task: Task
@@ -51,6 +54,7 @@ class Plan:
     max_new_tokens: int
     gold: bool
     stop_at_divergence: bool
+    ignore_eos: bool = False
 
     def models(self, model: Model) -> tuple[Model, Model]:
         """What paths a and b run, where ``model`` is the one given to the verb."""
@@ -186,7 +190,7 @@ class ItemRunner:
         watched = other if self.plan.stop_at_divergence else None
         if watched is not None and text.tokens[-1] != watched.tokens[len(text.tokens) - 1]:
             text.stop = "diverged"
-        elif text.tokens[-1] in self.model.eos_ids:
+        elif text.tokens[-1] in stops(self.model, self.plan.ignore_eos):
             text.stop = "eos"
         elif self._cut(text) is not None:
             text.stop = "stop string"

@@ -11,6 +11,7 @@ from kvdrift.drift.result import Drift
 from kvdrift.drift.summary import model_name, number
 from kvdrift.experiments.architecture_numbers import Change, change, course, layer_changes, same_numbers
 from kvdrift.experiments.architecture_tables import grouping, windows
+from kvdrift.models.ending import nothing_followed
 
 ALPHA = 0.05
 
@@ -18,6 +19,8 @@ ALPHA = 0.05
 def reading(original: Drift, kv_heads: Drift | None, widened: Drift | None, both: Drift | None) -> list[str]:
     """What the arms say about grouping and about windows."""
     said = [_course(original)]
+    if not original.counted.any():
+        return said
     if kv_heads is not None:
         said += [f"{_grouping(original, kv_heads)}.", *_first_layer(original, kv_heads)]
         said.append(_layers(original, kv_heads))
@@ -34,6 +37,8 @@ def reading(original: Drift, kv_heads: Drift | None, widened: Drift | None, both
 def headline(original: Drift, kv_heads: Drift | None, widened: Drift | None) -> str:
     """The answer in one sentence, for a figure."""
     parts = []
+    if not original.counted.any():
+        return _course(original)
     if kv_heads is not None:
         parts.append(_grouping(original, kv_heads))
     if widened is not None:
@@ -44,9 +49,11 @@ def headline(original: Drift, kv_heads: Drift | None, widened: Drift | None) -> 
 
 
 def _course(drift: Drift) -> str:
-    accumulated, local = course(drift, "drift"), course(drift, "local")
     name = f"{model_name(drift.a.model)} in {drift.a.dtype} ({grouping(drift.architecture)}, windows: "
     name += f"{windows(drift.architecture)})"
+    if not drift.counted.any():
+        return f"{name}. {nothing_followed(drift.arrays, drift.provenance, drift.notes)}"
+    accumulated, local = course(drift, "drift"), course(drift, "local")
     share = _average(accumulated.first_share)
     if math.isnan(share):
         return f"{name}: no drift at the last layer, so there is no course through the layers."

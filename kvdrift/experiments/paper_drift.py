@@ -8,9 +8,11 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from kvdrift import markup
+from kvdrift.drift import findings
 from kvdrift.drift.compare import compare
 from kvdrift.drift.result import Drift
 from kvdrift.errors import InputError
+from kvdrift.models.ending import nothing_followed
 from kvdrift.runs.store import takes_store_as
 
 
@@ -117,7 +119,7 @@ def paper_drift(
 
 
 def _row(drift: Drift) -> dict[str, Any]:
-    growth, architecture = drift.growth(), drift.architecture
+    growth, start, architecture = drift.growth(), findings.onset(drift), drift.architecture
     heads = f"{architecture.n_heads}:{architecture.n_kv_heads}"
     row: dict[str, Any] = {
         "model": drift.a.model,
@@ -126,7 +128,7 @@ def _row(drift: Drift) -> dict[str, Any]:
         "sliding_layers": sum(info.window is not None for info in architecture.layers),
         "layers": architecture.n_layers,
         "prompts": len(drift.prompts),
-        "onset": drift.onset().source_layer,
+        "onset": None if start is None else start.source_layer,
     }
     for name in ("first_layer_share", "first_quarter_share", "plateau_layer", "plateau", "plateau_over_floor"):
         estimate = getattr(growth, name)
@@ -139,6 +141,8 @@ def _sentence(drift: Drift) -> str:
     row = _row(drift)
     sliding = f"{row['sliding_layers']} of {row['layers']} layers sliding"
     name = f"{row['model']} in {row['dtype']} ({row['grouping']}, {sliding})"
+    if not drift.counted.any():
+        return f"{name}. {nothing_followed(drift.arrays, drift.provenance, drift.notes)}"
     share, quarter = row["first_layer_share"], row["first_quarter_share"]
     if share is None or quarter is None:
         return f"{name}: no drift at the last layer, so there is no profile"

@@ -13,6 +13,7 @@ import numpy as np
 from kvdrift import markup
 from kvdrift.errors import FileError, InputError
 from kvdrift.fingerprint import one_job
+from kvdrift.models.ending import nothing_followed
 from kvdrift.models.load import load
 from kvdrift.patching.outcome import Outcomes
 from kvdrift.patching.result import Sweep
@@ -265,6 +266,9 @@ def _row(sweep: Outcomes, direction: str, schedule: str, condition: str, role: s
 
 
 def _reading(sweep: Sweep) -> list[str]:
+    if not any(sweep.counted(cell).any() for cell in range(len(sweep.cells))):
+        what = f"no step follows the first write at step {min(cell.first for cell in sweep.cells)}"
+        return [nothing_followed(sweep.arrays, sweep.provenance, sweep.notes, what)]
     cells = {cell.label: place for place, cell in enumerate(sweep.cells)}
 
     def gain(label: str) -> Any:

@@ -148,9 +148,7 @@ class _Setup:
         except (KvdriftError, RuntimeError) as error:
             return replace(rung, status="not run", reason=" ".join(str(error).split())), None
 
-    def compare(
-        self, arm: Arm, prompts: Any, tokens: Any, chat: bool = False, ignore_eos: bool = False
-    ) -> Drift:
+    def compare(self, arm: Arm, prompts: Any, tokens: Any, chat: bool = False, ignore_eos: bool = False) -> Drift:
         """The comparison of one arm."""
         model = self.in_dtype(arm)
         a, b = self.paths(arm)
@@ -228,8 +226,7 @@ def _ladder(model: Model, base: Arm, results: dict[str, tuple[Rung, Drift | None
     }
     arrays["fed"], arrays["n_steps"] = drift.arrays["fed"], drift.measured.sum(axis=1)
     found = provenance.collect(model)
-    stop = drift.provenance["settings"]["stop"]
-    settings = {"seed": seed, "weights": model.fingerprint, "arms": names, "stop": stop}
+    settings = {"seed": seed, "weights": model.fingerprint, "arms": names}
     return Ladder(
         model=drift.a,
         base=base.name,
@@ -239,7 +236,7 @@ def _ladder(model: Model, base: Arm, results: dict[str, tuple[Rung, Drift | None
         arrays=arrays,
         token_texts=drift.token_texts,
         notes=drift.notes,
-        provenance=found | {"settings": settings},
+        provenance=found | {"settings": settings, "ends": drift.provenance["ends"]},
     )
 
 

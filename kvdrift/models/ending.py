@@ -47,9 +47,9 @@ def tokens_written(fed: Sequence[int], stop: frozenset[int]) -> int | None:
 
 
 def ended(arrays: Mapping[str, np.ndarray], provenance: Mapping[str, Any]) -> list[int | None]:
-    """`tokens_written` of every prompt of a result, from its ``fed`` and ``n_steps`` and the stop tokens it was made
-    with (none are known of results of older versions)."""
-    stop = frozenset(provenance.get("settings", {}).get("stop") or ())
+    """`tokens_written` of every prompt of a result, from its ``fed`` and ``n_steps`` and the tokens that ended a text
+    when it was made (results of older versions know none)."""
+    stop = frozenset(provenance.get("ends") or ())
     return [tokens_written(row[:n].tolist(), stop) for row, n in zip(arrays["fed"], arrays["n_steps"], strict=True)]
 
 
@@ -90,7 +90,7 @@ def nothing_followed(
     Examples
     --------
     >>> arrays = {"fed": np.array([[2]]), "n_steps": np.array([1])}
-    >>> nothing_followed(arrays, {"settings": {"stop": [2]}}, ()).partition(".")[0]
+    >>> nothing_followed(arrays, {"ends": [2]}, ()).partition(".")[0]
     'The model ended its text after 0 tokens: no step after step 0, the prefill, was measured'
     >>> nothing_followed(arrays, {}, ())
     'No step after step 0, the prefill, was measured: ask for more new tokens.'

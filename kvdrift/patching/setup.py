@@ -41,8 +41,8 @@ class Setup:
         The paths. With recorded donors, ``donor`` stands for the path that a float32 donor would take.
     traces
         Recorded donors, one per prompt, or None.
-    stop
-        Tokens that end a run: none where the tokens were given.
+    ignore_eos
+        Whether a text goes on past its end.
     notes
         Sentences a reader should see, whatever is patched.
     """
@@ -54,8 +54,13 @@ class Setup:
     donor: Path
     recipient: Path
     traces: tuple[Trace, ...] | None
-    stop: frozenset[int]
+    ignore_eos: bool
     notes: tuple[str, ...]
+
+    @property
+    def stop(self) -> frozenset[int]:
+        """Tokens that end a run: none where the tokens were given."""
+        return stops(self.model, self.ignore_eos) if self.follow is None else frozenset()
 
     def trace(self, number: int) -> Trace | None:
         """The recorded donor of a prompt, or None for a live one."""
@@ -78,7 +83,7 @@ class Setup:
 
     def provenance(self, **settings: Any) -> dict[str, Any]:
         """Versions, device, threads and settings."""
-        return provenance.collect(*self.models) | {"settings": self.settings | settings}
+        return provenance.collect(*self.models) | {"settings": self.settings | settings, "ends": sorted(self.stop)}
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -91,7 +96,7 @@ class Setup:
             "driver": [model.backend.driver for model in models],
             "prompts": [prompt.ids for prompt in self.prompts],
             "tokens": self.follow,
-            "stop": sorted(self.stop),
+            "ignore_eos": self.ignore_eos,
             "lengths": self.lengths,
             "threads": torch.get_num_threads(),
             "software": provenance.collect()["software"],
@@ -153,9 +158,8 @@ def read(
         lengths = [len(ids) for ids in follow]
     for ids, length in zip(encoded, lengths, strict=True):
         model.check_length(len(ids), length)
-    stop = stops(model, ignore_eos) if follow is None else frozenset()
     return Setup(
-        model, labelled, follow, tuple(lengths), path, recipient, traces, stop, template_notes(model, given, chat)
+        model, labelled, follow, tuple(lengths), path, recipient, traces, ignore_eos, template_notes(model, given, chat)
     )
 
 

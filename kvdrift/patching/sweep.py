@@ -186,7 +186,10 @@ def run_cells(
         found = [rows_of(kept.done, number, len(cells)) for number in range(len(setup.prompts))]
         provenance = setup.provenance(**settings)
     return Sweep(
-        **common(setup, cells, arms, found), notes=(*setup.notes, *walk.notes), provenance=provenance, extra={"over": over}
+        **common(setup, cells, arms, found),
+        notes=(*setup.notes, *walk.notes),
+        provenance=provenance,
+        extra={"over": over},
     )
 
 

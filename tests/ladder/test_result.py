@@ -144,7 +144,7 @@ def test_plain_data_is_json(found):
 
 def test_one_prompt_and_one_step(made_ladder):
     lonely = made_ladder.ladder(n_prompts=1, n_steps=1)
-    assert lonely.reading() == ["no step after step 0 was measured: ask for more new tokens"]
+    assert lonely.reading() == ["No step after step 0, the prefill, was measured: ask for more new tokens."]
     assert math.isnan(lonely.mean("float32").value)
     json.dumps(lonely.to_dict(), allow_nan=False)
     assert "no step after step 0" in repr(lonely)

@@ -13,25 +13,29 @@ if TYPE_CHECKING:
     from kvdrift.patching.factorial_result import Factorial
     from kvdrift.patching.result import PatchResult
 
-ARMS = ("arm", "mean distance to the donor after the first write (centred logit L2)", "restored bit for bit", "flips")
+DISTANCE, RESTORED, FLIPS = "mean distance to the donor (centred logit L2)", "restored bit for bit", "flips"
 PAIRS = ("pair", "distance (centred logit L2)", "bit for bit equal", "what differs")
 
 
 def patch(result: PatchResult) -> str:
     """One patch: every arm in a table, then the sentences of its summary."""
     rest = [line for line in result.summary().splitlines()[1:] if not line.startswith("mean distance")]
-    if not result.counted().any():
+    spans = [span for span in (["written"] if result.ends() else []) + ["after"] if result.counted(steps=span).any()]
+    if not spans:
         return markup.block(headline(result), markup.listing(rest))
-    rows = [
-        (
-            NAMES[role],
-            f"{np.nanmean(result.distance(role)):.3g}",
-            f"{result.restored(role=role):.0%}",
-            result.flips(role=role),
-        )
-        for role in dict.fromkeys(arm.role for arm in result.arms)
-    ]
-    return markup.block(headline(result), markup.table(rows, ARMS), markup.listing(rest))
+    where = {"written": "at the written steps", "after": "after the first write"}
+    columns = [f"{name}, {where[span]}" for span in spans for name in (DISTANCE, RESTORED, FLIPS)]
+    rows = []
+    for role in dict.fromkeys(arm.role for arm in result.arms):
+        row: list[object] = [NAMES[role]]
+        for span in spans:
+            row += [
+                f"{np.nanmean(result.distance(role, steps=span)):.3g}",
+                f"{result.restored(steps=span, role=role):.0%}",
+                result.flips(steps=span, role=role),
+            ]
+        rows.append(row)
+    return markup.block(headline(result), markup.table(rows, ("arm", *columns)), markup.listing(rest))
 
 
 def factorial(result: Factorial) -> str:

@@ -235,9 +235,14 @@ class Outcomes:
         known = np.isfinite(lost).all(axis=0)[:, None]
         return recovery(lost[..., None], others[..., None], known, reference)
 
-    def trivial(self, cell: int = 0) -> bool:
-        """Whether this cell's recovery is 1 by construction: the donor's last residual is written at every step."""
-        return self.cells[cell].trivial(self.architecture.n_layers)
+    def trivial(self, cell: int = 0, steps: str = "after") -> bool:
+        """Whether recovery is 1 by construction: the donor's last residual is written at every counted step."""
+        counted = np.flatnonzero(self.counted(cell, steps).any(axis=0)).tolist()
+        return bool(counted) and self.cells[cell].trivial(self.architecture.n_layers, counted)
+
+    def ends(self, cell: int = 0) -> bool:
+        """Whether a cell's patch ends: then the written steps and those that follow are different questions."""
+        return all(patch.schedule.last is not None for patch in self.cells[cell].patches)
 
     def wrote_nothing(self, cell: int = 0) -> bool:
         """Whether every value that this cell wrote was the recipient's own already; False if none was written."""
@@ -253,8 +258,9 @@ class Outcomes:
         Parameters
         ----------
         what
-            ``"cells"``: one row per cell with recovery, interval, spread of the placebos, share restored, flips,
-            tokens followed. ``"steps"``: one row per prompt, arm and step with every metric.
+            ``"cells"``: one row per cell with recovery, interval, spread of the placebos, share restored, flips
+            (all over the steps that follow the first write; ``…_written``: at the written steps), tokens followed.
+            ``"steps"``: one row per prompt, arm and step with every metric.
         """
         from kvdrift.patching import tables
 

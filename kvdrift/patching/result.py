@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from kvdrift import markup
-from kvdrift.patching import html, words
+from kvdrift.patching import html, tables, words
 from kvdrift.patching.outcome import Outcomes
 
 
@@ -63,11 +63,33 @@ class Sweep(Outcomes):
         return tuple(self.extra.get("over", ()))
 
     def best(self, n: int = 1, metric: str = "logit_l2", steps: str = "after") -> Any:
-        """The ``n`` cells with the highest recovery that is not 1 by construction, as rows of `to_dataframe`."""
-        table = self.to_dataframe()
-        chosen = table[~table["trivial"]].copy()
-        if metric != "logit_l2" or steps != "after":
-            chosen["recovery"] = [self.recovery(cell, metric, steps).value for cell in chosen["cell"]]
+        """The ``n`` cells with the highest recovery that is not 1 by construction, as rows of `to_dataframe`.
+
+        Parameters
+        ----------
+        n
+            How many.
+        metric
+            ``"logit_l2"`` or ``"kl"``.
+        steps
+            What the order and every number of the rows go by: ``"after"``, the steps that follow the first write;
+            ``"written"``, those at which the patch is written; or ``"all"``.
+
+        Raises
+        ------
+        InputError
+            If there is no such metric or choice of steps.
+
+        Examples
+        --------
+        >>> import kvdrift as kd
+        >>> model = kd.load(kd.models.tiny("llama"), quiet=True)
+        >>> found = kd.sweep(model, [1, 2, 3], sites=["kv"], schedule="one_shot(2)", max_new_tokens=5, progress=False)
+        >>> len(found.best(3, steps="written"))
+        3
+        """
+        table = tables.cells(self, metric, steps)
+        chosen = table[~table["trivial"]]
         return chosen.sort_values("recovery", ascending=False, kind="stable").head(n).reset_index(drop=True)
 
     def summary(self) -> str:

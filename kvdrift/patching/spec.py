@@ -175,17 +175,18 @@ class Cell:
         """Whether something is written at ``step``."""
         return any(patch.schedule.covers(step) for patch in self.patches)
 
-    def trivial(self, n_layers: int) -> bool:
-        """Whether the donor's logits follow by construction: its last residual is written at every step."""
-        return any(
-            patch.schedule.last is None
-            and patch.positions in (None, "current", "all")
-            and (
-                patch.site == "final_norm"
-                or (patch.site == "resid_post" and (patch.layers is None or {-1, n_layers - 1} & set(patch.layers)))
-            )
-            for patch in self.patches
-        )
+    def trivial(self, n_layers: int, steps: Iterable[int]) -> bool:
+        """Whether the donor's logits follow by construction: its last residual is written at each of ``steps``."""
+        final = [patch.schedule for patch in self.patches if _is_last_residual(patch, n_layers)]
+        return all(any(schedule.covers(step) for schedule in final) for step in steps)
+
+
+def _is_last_residual(patch: Patch, n_layers: int) -> bool:
+    """Whether a patch writes what the LM head reads of the current position."""
+    if patch.positions not in (None, "current", "all"):
+        return False
+    last = patch.layers is None or bool({-1, n_layers - 1} & set(patch.layers))
+    return patch.site == "final_norm" or (patch.site == "resid_post" and last)
 
 
 def as_cell(patches: Patch | str | Iterable[Patch | str], label: str | None = None) -> Cell:

@@ -16,11 +16,12 @@ if TYPE_CHECKING:
 _STEP_METRICS = ("logit_l2", "kl", "flip", "identical", "unchanged", "moved", "signature", "top1")
 
 
-def cells(outcomes: Outcomes) -> pd.DataFrame:
-    """One row per cell. ``p_holm`` adjusts the p-values for the number of cells that are not trivial."""
+def cells(outcomes: Outcomes, metric: str = "logit_l2", steps: str = "after") -> pd.DataFrame:
+    """One row per cell, over the steps that count. ``p_holm`` adjusts for the number of cells that are not trivial."""
     rows = []
     for number, cell in enumerate(outcomes.cells):
-        found, free, kl = outcomes.recovery(number), outcomes.free_recovery(number), outcomes.recovery(number, "kl")
+        found, kl = (outcomes.recovery(number, name, steps) for name in (metric, "kl"))
+        free = outcomes.free_recovery(number)
         rows.append(
             {
                 "cell": number,
@@ -34,18 +35,20 @@ def cells(outcomes: Outcomes) -> pd.DataFrame:
                 "placebo_low": found.spread[0],
                 "placebo_high": found.spread[1],
                 "recovery_kl": kl.value,
-                "recovery_written": outcomes.recovery(number, steps="written").value,
+                "recovery_written": outcomes.recovery(number, metric, "written").value,
                 "reference": found.reference,
                 "n": found.n,
-                "logit_l2": _mean(outcomes.distance("patched", number)),
-                "logit_l2_reference": _mean(outcomes.distance(found.reference, number)),
-                "logit_l2_unpatched": _mean(outcomes.distance("unpatched", number)),
-                "restored": outcomes.restored(number),
-                "flips": outcomes.flips(number),
+                "logit_l2": _mean(outcomes.distance("patched", number, steps=steps)),
+                "logit_l2_reference": _mean(outcomes.distance(found.reference, number, steps=steps)),
+                "logit_l2_unpatched": _mean(outcomes.distance("unpatched", number, steps=steps)),
+                "restored": outcomes.restored(number, steps),
+                "restored_written": outcomes.restored(number, "written"),
+                "flips": outcomes.flips(number, steps),
                 "followed": _mean(outcomes.followed("patched", number)),
                 "followed_unpatched": _mean(outcomes.followed("unpatched", number)),
                 "free_recovery": free.value,
-                "trivial": outcomes.trivial(number),
+                "trivial": outcomes.trivial(number, steps),
+                "trivial_written": outcomes.trivial(number, "written"),
             }
         )
     table = pd.DataFrame(rows)

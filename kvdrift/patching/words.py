@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +12,8 @@ from kvdrift.drift.profile import MIN_PROMPTS
 from kvdrift.models.ending import nothing_followed, other_notes
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from kvdrift.patching.factorial_result import Factorial
     from kvdrift.patching.outcome import Outcomes
     from kvdrift.patching.recovery import Recovery
@@ -47,16 +50,13 @@ def patch_summary(result: PatchResult) -> str:
     """What one patch did, beside its controls."""
     lines = [headline(result), f"patch: {result.cells[0].label}"]
     if not result.counted().any():
-        return "\n".join([*lines, *reading(result), *other_notes(result.notes)])
+        return "\n".join([*lines, *_recovered(result, "written"), *reading(result), *other_notes(result.notes)])
     roles = dict.fromkeys(arm.role for arm in result.arms)
     distances = [f"{NAMES[role]} {_spread(result.distance(role))}" for role in roles]
     lines.append("mean distance to the donor after the first write (centred logit L2): " + "; ".join(distances))
-    found, plain = result.recovery(), result.recovery(against="unpatched")
-    lines.append(
-        f"recovery {number(found)} against {_REFERENCES[found.reference]}, {number(plain)} against no patch; "
-        f"restored bit for bit at {result.restored():.0%} of {int(result.counted().sum())} steps; {result.flips()} of "
-        f"them pick another token than the donor ({result.flips(role='unpatched')} without the patch)"
-    )
+    if result.ends():
+        lines += _recovered(result, "written")
+    lines += _recovered(result, "after")
     signatures = {role: result.signature(role) for role in ("patched", "unpatched", "re-roll") if result.find(role)}
     if math.isfinite(signatures["patched"]):
         shares = [f"{NAMES[role]} {value:.2f}" for role, value in signatures.items()]
@@ -68,18 +68,64 @@ def patch_summary(result: PatchResult) -> str:
     return "\n".join([*lines, *reading(result), *result.notes])
 
 
+def _recovered(result: Outcomes, steps: str) -> list[str]:
+    """Recovery with both references, restored bits and flips over the written steps, or those that follow."""
+    n = int(result.counted(0, steps).sum())
+    if not n:
+        return []
+    found, plain = (result.recovery(0, steps=steps, against=against) for against in (None, "unpatched"))
+    where = f"{_at(result, 0, steps)}: " if result.ends() else ""
+    return [
+        f"{where}recovery {number(found)} against {_REFERENCES[found.reference]}, {number(plain)} against no patch; "
+        f"restored bit for bit at {result.restored(steps=steps):.0%} of {n} step{'s' * (n != 1)}; "
+        f"{result.flips(steps=steps)} of them pick another token than the donor "
+        f"({result.flips(steps=steps, role='unpatched')} without the patch)"
+    ]
+
+
+def _at(result: Outcomes, cell: int, steps: str) -> str:
+    """Which steps are meant, as in ``at the written step 3``."""
+    if steps == "after":
+        return "over the steps that follow"
+    written = np.flatnonzero(result.counted(cell, "written").any(axis=0))
+    return f"at the written step{f' {written[0]}' if len(written) == 1 else f's {written[0]} to {written[-1]}'}"
+
+
 def reading(result: Outcomes, cell: int = 0) -> list[str]:
-    """What the recovery of one cell does and does not show."""
+    """What the recovery of one cell does and does not show: where it is written, if that ends, and after it."""
+    return [*(_reading_written(result, cell) if result.ends(cell) else []), *_reading_after(result, cell)]
+
+
+def _reading_written(result: Outcomes, cell: int) -> list[str]:
+    """What is shown by the steps at which a patch that ends is written."""
+    if not result.counted(cell, "written").any() or result.wrote_nothing(cell):
+        return []
+    at = _at(result, cell, "written")
+    if result.trivial(cell, "written"):
+        return [f"{at} the donor's last residual is written: recovery there is 1 by construction and proves nothing"]
+    if math.isnan(result.recovery(cell, steps="written", against="unpatched").value):
+        return [f"{at} there is nothing to recover: without a patch the recipient has the donor's logits"]
+    if result.restored(cell, "written") == 1:
+        return [
+            f"{at} the patch gives the donor's logits bit for bit: what differs between the paths there passes "
+            "through it"
+        ]
+    return []
+
+
+def _reading_after(result: Outcomes, cell: int) -> list[str]:
     if not result.counted(cell).any():
         return [_nothing(result, result.cells[cell].first)]
     found, plain = result.recovery(cell), result.recovery(cell, against="unpatched")
     if math.isnan(plain.value):
-        return ["nothing to recover: without a patch the recipient has the donor's logits at every counted step"]
+        return ["nothing to recover: without a patch the recipient has the donor's logits at every step that follows"]
     if result.wrote_nothing(cell):
         return [nothing_written(result, cell)]
     if result.trivial(cell):
         return ["the donor's last residual is written at every step: recovery is 1 by construction and proves nothing"]
     said = []
+    if result.ends(cell) and (result.values("unchanged", "patched", cell)[0][result.counted(cell)] == 1).all():
+        return ["over the steps that follow, no bit of the logits is another than without the patch"]
     if result.restored(cell) == 1:
         said.append("the patch gives the donor's logits bit for bit: what differs between the paths passes through it")
     elif math.isnan(plain.low):
@@ -130,10 +176,8 @@ def patch_dict(result: PatchResult) -> dict[str, Any]:
     arms = {}
     for role in dict.fromkeys(arm.role for arm in result.arms):
         arms[role] = {
-            "logit_l2": _finite(np.nanmean(result.distance(role))) if result.counted().any() else None,
-            "kl": _finite(np.nanmean(result.distance(role, metric="kl"))) if result.counted().any() else None,
-            "restored": _finite(result.restored(role=role)),
-            "flips": result.flips(role=role),
+            **_arm_dict(result, role, "after"),
+            "written": _arm_dict(result, role, "written"),
             "signature": _finite(result.signature(role)),
             "followed": [_finite(x) for x in result.followed(role).mean(axis=0)],
         }
@@ -148,11 +192,28 @@ def patch_dict(result: PatchResult) -> dict[str, Any]:
         "recovery": recovery_dict(result.recovery()),
         "recovery_kl": recovery_dict(result.recovery(metric="kl")),
         "recovery_against_unpatched": recovery_dict(result.recovery(against="unpatched")),
+        "recovery_written": recovery_dict(result.recovery(steps="written")),
+        "recovery_written_against_unpatched": recovery_dict(result.recovery(steps="written", against="unpatched")),
         "free_recovery": recovery_dict(result.free_recovery()),
         "trivial": result.trivial(),
+        "trivial_written": result.trivial(steps="written"),
         "arms": arms,
         "reading": reading(result),
         "notes": list(result.notes),
+    }
+
+
+def _arm_dict(result: PatchResult, role: str, steps: str) -> dict[str, Any]:
+    """What one arm did over the steps that count."""
+    ran = result.counted(steps=steps).any()
+    distances = {
+        metric: _finite(np.nanmean(result.distance(role, metric=metric, steps=steps))) if ran else None
+        for metric in ("logit_l2", "kl")
+    }
+    return {
+        **distances,
+        "restored": _finite(result.restored(steps=steps, role=role)),
+        "flips": result.flips(steps=steps, role=role),
     }
 
 
@@ -164,15 +225,14 @@ def sweep_summary(sweep: Sweep) -> str:
     if known.empty:
         counted = any(sweep.counted(cell).any() for cell in range(len(sweep.cells)))
         first = min(cell.first for cell in sweep.cells)
+        said = [*_best_written(sweep), *_trivial_written(table)]
         if not counted:
-            return "\n".join([*lines, _nothing(sweep, first), *other_notes(sweep.notes)])
-        why = "without a patch there is nothing to recover"
-        return "\n".join([*lines, f"no cell has a defined recovery: {why}", *sweep.notes])
-    for _, row in sweep.best(3).iterrows():
-        if math.isnan(row["recovery"]):
-            continue
-        found = number(sweep.recovery(row["cell"]))
-        lines.append(f"{row['label']}: {found}, restored at {row['restored']:.0%} of steps")
+            return "\n".join([*lines, *said, _nothing(sweep, first), *other_notes(sweep.notes)])
+        none = "no cell has a defined recovery: without a patch there is nothing to recover"
+        return "\n".join([*lines, none, *said, *sweep.notes])
+    shown = [int(cell) for cell in sweep.best(3)["cell"] if not math.isnan(table["recovery"][cell])]
+    lines += [f"{sweep.cells[cell].label}: {_cell(sweep, cell)}" for cell in shown]
+    lines += _best_written(sweep, shown)
     against = " or ".join(_REFERENCES[name] for name in dict.fromkeys(known["reference"]))
     if known["p_holm"].notna().any():
         above = int((known["p_holm"] < 0.05).sum())
@@ -181,14 +241,48 @@ def sweep_summary(sweep: Sweep) -> str:
         lines.append(f"fewer than {MIN_PROMPTS} prompts: no cell can be told from {against} by more than its number")
     silent = [cell for cell in known["cell"] if _changes_nothing(sweep, cell)]
     if silent:
+        one = len(silent) == 1
         idle = sum(sweep.wrote_nothing(cell) for cell in silent)
-        who = "they" if idle == len(silent) else f"{idle} of them"
-        why = f": what {who} write is what the recipient has" if idle else ""
-        lines.append(f"{len(silent)} cells change no bit of the logits{why}")
+        who = f"{idle} of them write" if idle < len(silent) else "it writes" if one else "they write"
+        why = f": what {who} is what the recipient has" if idle else ""
+        lines.append(f"{len(silent)} cell{'s' * (not one)} change{'s' * one} no bit of the logits{why}")
     trivial = int(table["trivial"].sum())
     if trivial:
         lines.append(f"{trivial} left out, 1 by construction: the donor's last residual is written at every step")
-    return "\n".join([*lines, *sweep.notes])
+    return "\n".join([*lines, *_trivial_written(table), *sweep.notes])
+
+
+def _cell(sweep: Sweep, cell: int) -> str:
+    """Recovery of one cell in a line: over the steps that follow, and, if it ends, at the written ones too."""
+    found, restored = sweep.recovery(cell), f"restored at {sweep.restored(cell):.0%}"
+    if not sweep.ends(cell):
+        return f"{number(found)}, {restored} of steps"
+    return f"{number(found)} over the steps that follow, {restored}; {_cell_written(sweep, cell)}"
+
+
+def _cell_written(sweep: Sweep, cell: int) -> str:
+    if sweep.trivial(cell, "written"):
+        return f"1 by construction {_at(sweep, cell, 'written')}"
+    found, restored = sweep.recovery(cell, steps="written"), sweep.restored(cell, "written")
+    return f"{number(found)} {_at(sweep, cell, 'written')}, restored at {restored:.0%}"
+
+
+def _best_written(sweep: Sweep, shown: Sequence[int] = ()) -> list[str]:
+    """The cell that recovers most where it is written, if its patch ends and it is not among those shown."""
+    ranked = sweep.best(len(sweep.cells), steps="written")
+    ending = ranked[ranked["recovery"].notna() & ranked["cell"].map(sweep.ends)]
+    if ending.empty or ending["cell"].iloc[0] in shown:
+        return []
+    cell = int(ending["cell"].iloc[0])
+    return [f"best where it is written: {sweep.cells[cell].label}: {_cell_written(sweep, cell)}"]
+
+
+def _trivial_written(table: pd.DataFrame) -> list[str]:
+    """How many cells are 1 by construction at the written steps alone."""
+    n = int((table["trivial_written"] & ~table["trivial"]).sum())
+    if not n:
+        return []
+    return [f"{n} of the cells: 1 by construction at the written steps, where the donor's last residual is written"]
 
 
 def _changes_nothing(sweep: Sweep, cell: int) -> bool:

@@ -133,9 +133,20 @@ def tiles(result: Outcomes, cell: int | None) -> list[Tile]:
             f"of {_count(int(result.counted(cell).sum()), 'step')}",
         )
     )
+    if result.ends(cell):
+        made.insert(2, _written_tile(result, cell))
     if not any(map(math.isnan, followed)):
         made.append(Tile("tokens followed", f"{followed[0]:.3g}", f"of {total:.3g}; unpatched {followed[1]:.3g}"))
     return made
+
+
+def _written_tile(result: Outcomes, cell: int) -> Tile:
+    """What a patch that ends does where it is written."""
+    if result.trivial(cell, "written"):
+        return Tile("where it is written", "1 by construction", "the donor's last residual: proves nothing", "warn")
+    found, n = result.recovery(cell, steps="written"), int(result.counted(cell, "written").sum())
+    restored = percent(result.restored(cell, "written"))
+    return Tile("where it is written", _signed(found.value), f"{restored} restored, of {_count(n, 'step')}")
 
 
 # --- tables
@@ -145,16 +156,17 @@ def cell_table(result: Outcomes) -> Table:
     """One row per cell, as ``to_dataframe()`` has it."""
     table = result.to_dataframe()
     columns = (
-        Column("cell"), Column("patch", False), Column("recovery"), Column("p (Holm)"), Column("placebos"),
-        Column("against no patch"), Column("distance"), Column("reference"), Column("unpatched"), Column("restored"),
-        Column("flips"), Column("followed"), Column("n"), Column("note", False),
+        Column("cell"), Column("patch", False), Column("recovery"), Column("where written"), Column("p (Holm)"),
+        Column("placebos"), Column("against no patch"), Column("distance"), Column("reference"), Column("unpatched"),
+        Column("restored"), Column("flips"), Column("followed"), Column("n"), Column("note", False),
     )  # fmt: skip
     rows = [_cell_row(result, row) for _, row in table.head(MAX_CELLS).iterrows()]
     left = f" The first {MAX_CELLS:,} of {len(table):,} are listed." if len(table) > MAX_CELLS else ""
     caption = (
         "Recovery over the steps that follow the first write, with its 95 % interval over prompts and the p of no "
-        "recovery, corrected for the number of cells. Distances are means of the centred L2 of the logits, to the "
-        f"donor; reference is {' or '.join(dict.fromkeys(table['reference']))}.{left}"
+        "recovery, corrected for the number of cells; where written: recovery at the written steps. Distances are "
+        "means of the centred L2 of the logits, to the donor; reference is "
+        f"{' or '.join(dict.fromkeys(table['reference']))}.{left}"
     )
     return Table("Cells", caption, columns, rows, open=len(table) <= 20)
 
@@ -165,6 +177,7 @@ def _cell_row(result: Outcomes, row: pd.Series) -> list[str]:
         str(row["cell"]),
         str(row["label"]),
         _short(result.recovery(int(row["cell"]))),
+        "1 by construction" if row["trivial_written"] else _signed(row["recovery_written"]),
         "none" if math.isnan(row["p_holm"]) else number(row["p_holm"]),
         _range(row["placebo_low"], row["placebo_high"]),
         _short(plain) if row["reference"] != "unpatched" else "the same",
@@ -186,6 +199,8 @@ def arm_table(result: Outcomes, cell: int) -> Table:
     columns = [Column("arm", False), Column("seeds"), Column("distance"), Column("KL, nats"), Column("restored"),
                Column("flips"), Column("tokens followed")]  # fmt: skip
     columns += [Column("error signature")] * signature
+    ends = result.ends(cell)
+    columns += [Column("distance, where written"), Column("restored, where written")] * ends
     rows = []
     for role in roles:
         followed = _mean(result.followed(role, cell))
@@ -201,6 +216,9 @@ def arm_table(result: Outcomes, cell: int) -> Table:
         if signature:
             value = _mean(result.values("signature", role, cell)[:, result.counted(cell)])
             row.append("not computed" if math.isnan(value) else number(value))
+        if ends:
+            row.append(number(_mean(result.distance(role, cell, steps="written"))))
+            row.append(percent(result.restored(cell, "written", role)))
         rows.append(row)
     caption = (
         f"Cell {cell}: {result.cells[cell].label}. Means over the steps that follow the first write; flips are those "

@@ -10,6 +10,7 @@ import plotly.graph_objects as go
 
 from kvdrift.drift.summary import number
 from kvdrift.errors import InputError
+from kvdrift.patching import tables
 from kvdrift.patching.outcome import Outcomes
 from kvdrift.patching.recovery import Recovery
 from kvdrift.views import takeaway_patching as takeaway
@@ -78,9 +79,8 @@ def recovery(sweep: Outcomes, *, metric: str = "logit_l2", steps: str = "after",
     check_metric(metric)
     if steps not in STEPS:
         raise InputError(f"steps={steps!r}: choose {', '.join(map(repr, STEPS))}.")
-    table = sweep.to_dataframe()
+    table = tables.cells(sweep, metric, steps)
     found = [sweep.recovery(cell, metric, steps) for cell in table["cell"]]
-    table["recovery"] = [f.value for f in found]
     layout = arrange(sweep, table)
     table["name"] = names(sweep, table, layout)
     hover = [_hover(sweep, row, f, metric, steps) for (_, row), f in zip(table.iterrows(), found, strict=True)]
@@ -142,9 +142,9 @@ def _hover(sweep: Outcomes, row: pd.Series, found: Recovery, metric: str, steps:
         plain = sweep.recovery(cell, metric, steps, against="unpatched")
         lines.append(f"against no patch at all: {recovery_words(plain)}")
     if steps == "after":
-        known = metric == "logit_l2"
-        written = row["recovery_written"] if known else sweep.recovery(cell, metric, "written").value
-        lines.append(f"at the written steps: {_signed(written)}")
+        proves = "; 1 by construction" if row["trivial_written"] else ""
+        restored = percent(float(row["restored_written"]))
+        lines.append(f"at the written steps: {_signed(row['recovery_written'])}, restored {restored}{proves}")
     lines.append(f"restored bit for bit: {percent(sweep.restored(cell, steps))} of steps")
     lines.append(f"flips: {sweep.flips(cell, steps)} (unpatched {sweep.flips(cell, steps, 'unpatched')})")
     if np.isfinite(row["followed"]):

@@ -30,7 +30,18 @@ def patched(result: Outcomes, cell: int, metric: str = "logit_l2") -> str:
     if math.isnan(found.value):
         return f"Nothing to recover: the {reference} has {donor} at every step that follows"
     what = "nats of KL" if metric == "kl" else "away"
-    return f"Patched, {donor} are {number(far['patched'])} {what}; {', '.join(rest)}: recovery {recovery_words(found)}"
+    recovered = f"recovery {recovery_words(found)}{_where_written(result, cell, metric)}"
+    return f"Patched, {donor} are {number(far['patched'])} {what}; {', '.join(rest)}: {recovered}"
+
+
+def _where_written(result: Outcomes, cell: int, metric: str) -> str:
+    """Recovery at the written steps, as in ``, 1.00 where it is written``; empty for a patch that does not end."""
+    if not result.ends(cell):
+        return ""
+    if result.trivial(cell, "written"):
+        return ", 1 by construction where it is written"
+    value = result.recovery(cell, metric, "written").value
+    return ", undefined where it is written" if math.isnan(value) else f", {signed(value)} where it is written"
 
 
 def recovery(result: Outcomes, table: pd.DataFrame, metric: str = "logit_l2", steps: str = "after") -> str:
@@ -52,6 +63,8 @@ def recovery(result: Outcomes, table: pd.DataFrame, metric: str = "logit_l2", st
     found = result.recovery(cell, metric, steps)
     of = f", best of {len(known)} cells" if len(known) > 1 else ""
     text = f"{row['name']}: recovery {recovery_words(found)}{of}"
+    if steps == "after":
+        text += _where_written(result, cell, metric)
     if found.reference == "unpatched":
         return f"{text} against no patch (no placebo was run)"
     plain = result.recovery(cell, metric, steps, against="unpatched")

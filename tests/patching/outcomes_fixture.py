@@ -109,7 +109,8 @@ def sweep(cells=None, remains=None, over=("layer",), **options) -> Sweep:
     if remains is None:
         share = {"resid_post": 1.05, "k": 0.95, "v": 0.85, "kv": 0.5}
         remains = [
-            0.0 if cell.trivial(options.get("n_layers", 6)) else share.get(cell.patches[0].site, 1.0) for cell in cells
+            0.0 if cell.trivial(options.get("n_layers", 6), range(2, 12)) else share.get(cell.patches[0].site, 1.0)
+            for cell in cells
         ]
     return outcomes(Sweep, cells, remains, extra={"over": list(over)}, **options)
 

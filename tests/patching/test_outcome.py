@@ -191,6 +191,9 @@ def test_tables_say_what_the_methods_say():
         assert row["free_recovery"] == made.free_recovery(number).value
         assert row["followed"] == made.followed("patched", number).mean()
         assert row["trivial"] == made.trivial(number)
+        assert row["recovery_written"] == made.recovery(number, steps="written").value
+        assert row["restored_written"] == made.restored(number, "written")
+        assert row["trivial_written"] == made.trivial(number, "written")
     assert table["site"].tolist() == ["kv", "resid_post"]
     assert table["schedule"].tolist() == ["one-shot", "window"]
     assert table["step"].tolist()[0] == 1
@@ -305,8 +308,17 @@ def test_best_leaves_out_what_is_one_by_construction():
     assert sweep.recovery(2).value == 1
     assert sweep.best(5)["cell"].tolist() == [1, 0]
     assert sweep.best()["recovery"].tolist() == [sweep.recovery(1).value]
-    written = [sweep.recovery(cell, steps="written").value for cell in (1, 0)]
-    assert sweep.best(2, steps="written")["recovery"].tolist() == written == sorted(written, reverse=True)
+    assert sweep.trivial(1, "written"), "the last residual at steps 2 and 3, where it is written"
+    assert not sweep.trivial(1)
+    written = sweep.best(2, steps="written")
+    assert written["cell"].tolist() == [0]
+    for column, value in {
+        "recovery": sweep.recovery(steps="written").value,
+        "restored": sweep.restored(steps="written"),
+        "logit_l2": sweep.distance("patched", steps="written").mean(),
+        "flips": sweep.flips(steps="written"),
+    }.items():
+        assert written[column].tolist() == [value], column
 
 
 def test_factorial_numbers():

@@ -110,6 +110,8 @@ def test_what_is_no_patch_is_refused(given, words):
     ("patch", "trivial"),
     [
         (Patch("resid_post"), True),
+        (Patch("resid_post", schedule="window(2, 9)"), True),
+        (Patch("resid_post", schedule="window(2, 5)"), False),
         (Patch("resid_post", layers=[0, 3]), True),
         (Patch("resid_post", layers=-1), True),
         (Patch("final_norm"), True),
@@ -124,8 +126,9 @@ def test_what_is_no_patch_is_refused(given, words):
     ids=lambda value: getattr(value, "label", None),
 )
 def test_recovery_is_one_by_construction_only_where_the_last_residual_is_always_written(patch, trivial):
-    assert as_cell(patch).trivial(4) == trivial
-    assert as_cell(["kv", patch]).trivial(4) == trivial
+    steps = range(3, 7)
+    assert as_cell(patch).trivial(4, steps) == trivial
+    assert as_cell(["kv", patch]).trivial(4, steps) == trivial
 
 
 def test_public_names():

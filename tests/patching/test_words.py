@@ -123,3 +123,82 @@ def test_the_last_sentence_divides_a_recovery_only_where_there_is_one(remains, e
     assert sentence.startswith("with the recipient's sums re-rolled, the patch against no patch is ")
     assert ("kernels rounding alike" in sentence) == explained
     assert sentence[-1] not in ": "
+
+
+# --- a patch that ends: where it is written, and after it
+
+
+def other_mlp(family, layer, factor=1.5):
+    """A donor that differs in the MLP of one layer."""
+    donor = kd.models.tiny(family)
+    with torch.no_grad():
+        donor.model.layers[layer].mlp.down_proj.weight.mul_(factor)
+    return kd.CacheOn(model=kd.load(donor, quiet=True))
+
+
+def state_after(layer, schedule):
+    """All that a pass hands on above one layer: its residual, and the K/V of the past."""
+    return [Patch("resid_post", layers=layer, schedule=schedule), Patch("kv", schedule=schedule)]
+
+
+@pytest.mark.parametrize(
+    ("family", "layer", "patches", "follows"),
+    [
+        ("llama", 3, [Patch("mlp_out", layers=3, schedule="one_shot(2)")], 0.0),
+        ("gemma3", 0, state_after(0, "one_shot(2)"), None),
+        ("qwen3", 2, state_after(2, "window(2, 3)"), None),
+    ],
+)
+def test_a_patch_that_ends_is_told_where_it_is_written_and_after_it(family, layer, patches, follows, tiny_model):
+    result = kd.patch(
+        tiny_model(family, torch.float32), [5, 9, 100, 33, 7], patches, recipient=kd.CacheOn(),
+        donor=other_mlp(family, layer), max_new_tokens=6, tokens=[3, 1, 4, 1, 5, 9], placebos=1, controls=False,
+        progress=False,
+    )  # fmt: skip
+    assert result.restored(steps="written") == 1.0
+    after = result.recovery().value
+    assert after < 0.9
+    assert follows is None or result.recovery(against="unpatched").value == follows
+    written, rest = (line for line in result.summary().splitlines() if "recovery" in line and "against" in line)
+    assert written.startswith("at the written step")
+    assert "recovery 1.00" in written
+    assert "restored bit for bit at 100%" in written
+    assert rest.startswith(f"over the steps that follow: recovery {after:.2f}")
+    assert any("there passes through it" in line for line in words.reading(result))
+    assert ("no bit of the logits is another than without the patch" in result.summary()) == (follows == 0.0)
+    told = result.to_dict()
+    assert (told["recovery_written"]["value"], told["recovery"]["value"]) == (1.0, after)
+    assert told["arms"]["patched"]["written"]["restored"] == 1.0
+    assert "restored bit for bit, at the written steps" in result._repr_html_()
+    title = kd.views.recovery(result).layout.title.text
+    assert "1.00 where it is written" in title.replace("<br>", " ").replace("</b> <b>", " ")
+
+
+def test_the_last_residual_proves_nothing_where_it_is_written(made):
+    result = made.patch_result(Patch("resid_post", layers=5, schedule="one_shot(3)"), 1.0)
+    assert result.trivial(steps="written")
+    assert not result.trivial()
+    assert words.reading(result)[0] == (
+        "at the written step 3 the donor's last residual is written: recovery there is 1 by construction and proves "
+        "nothing"
+    )
+    assert made.patch_result(Patch("resid_post", layers=5, schedule="window(3, 11)")).trivial()
+
+
+def test_a_last_step_that_is_patched_is_still_told(made):
+    result = made.patch_result(Patch("kv", schedule="one_shot(11)"), 0.5)
+    assert "at the written step 11: recovery " in result.summary()
+    assert "o step follows the first write at step 11" in result.summary()
+
+
+def test_a_sweep_names_the_best_of_either(made):
+    cells = tuple(as_cell(Patch("kv", layers=i, schedule="one_shot(3)")) for i in range(5))
+    sweep = made.sweep(cells, [0.5, 0.6, 0.7, 0.8, 1.0])
+    for name, value in {"logit_l2": 0.0, "identical": 1.0}.items():
+        sweep.arrays[name][:, sweep.find("patched", 4), 3] = value
+    assert sweep.best()["cell"].item() == 0
+    assert sweep.best(steps="written")["cell"].item() == 4
+    lines = sweep.summary().splitlines()
+    assert lines[2].startswith(f"{sweep.cells[0].label}: {words.number(sweep.recovery())} over the steps that follow")
+    assert f"best where it is written: {cells[4].label}: 1.00" in sweep.summary()
+    assert "at the written step 3, restored at 100%" in sweep.summary()

@@ -104,7 +104,9 @@ def test_cells_table_is_the_dataframe(page, results):
             p = "none" if np.isnan(row.p_holm) else number(row.p_holm)
             interval = f"({row.recovery_low:.2f} to {row.recovery_high:.2f})"
             start = f"{row.cell} {row.label} {row.recovery:.2f} {interval}".replace("-", "−")
-            assert f"{start} {p} " in page.text
+            written = f"{row.recovery_written:.2f}".replace("-", "−")
+            written = "1 by construction" if row.trivial_written else written
+            assert f"{start} {written} {p} " in page.text
             assert (
                 f"{number(row.logit_l2)} {number(row.logit_l2_reference)} {number(row.logit_l2_unpatched)}" in page.text
             )

@@ -226,7 +226,7 @@ def of_patching(made, name, dark=False):
     if name == "recovery points":
         return views.recovery(made.patch_result(), dark=dark)
     cells = made.layer_cells(("resid_post", "kv"), range(6), ("one_shot(3)", "persistent"))
-    remains = [0.0 if cell.trivial(6) else 0.9 for cell in cells]
+    remains = [0.0 if cell.trivial(6, range(2, 12)) else 0.9 for cell in cells]
     remains[2], remains[-1] = float("nan"), 0.3  # the best cell is persistent
     return views.recovery(made.sweep(cells, remains), dark=dark)
 

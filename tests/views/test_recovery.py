@@ -19,7 +19,7 @@ def sweep(made):
     """Layer × site with an undefined cell, one far below −1, and a trivial one."""
     cells = made.layer_cells()
     share = {"resid_post": 1.05, "k": 0.95, "v": 0.85, "kv": 0.5}
-    remains = [0.0 if cell.trivial(6) else share[cell.patches[0].site] for cell in cells]
+    remains = [0.0 if cell.trivial(6, range(2, 12)) else share[cell.patches[0].site] for cell in cells]
     remains[8], remains[9] = NAN, 2.5
     return made.sweep(cells, remains)
 

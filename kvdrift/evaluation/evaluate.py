@@ -19,6 +19,7 @@ from kvdrift.errors import FileError, InputError
 from kvdrift.evaluation.cost import estimate
 from kvdrift.evaluation.gsm8k import GSM8K
 from kvdrift.evaluation.jsonl import JsonlTask
+from kvdrift.evaluation.notes import notes
 from kvdrift.evaluation.records import ItemRecord
 from kvdrift.evaluation.result import Evaluation
 from kvdrift.evaluation.strategies import Strategy, parse
@@ -164,7 +165,7 @@ def evaluate(
                 found[key] = ItemRecord.from_dict(kept.done[key])
                 bar.update()
         records = tuple(found[item.id] for item in items)
-    return _result(model, plan, records, settings)
+    return _result(model, plan, items, records, settings)
 
 
 # --- arguments
@@ -353,7 +354,9 @@ def _unpacked(packed: Any) -> ItemRunner:
     return ItemRunner(*packed.unpack())
 
 
-def _result(model: Model, plan: Plan, records: tuple[ItemRecord, ...], settings: dict[str, Any]) -> Evaluation:
+def _result(
+    model: Model, plan: Plan, items: Sequence[Item], records: tuple[ItemRecord, ...], settings: dict[str, Any]
+) -> Evaluation:
     one, two = plan.a.model or model, plan.b.model or model
     answers = [answer for record in records for trial in record.trials for answer in (trial.a, trial.b, *trial.null)]
     seen = sorted({token for answer in answers for token in answer.tokens})
@@ -369,5 +372,6 @@ def _result(model: Model, plan: Plan, records: tuple[ItemRecord, ...], settings:
         records=records,
         token_texts={token: model.token_text(token) for token in seen},
         settings=settings,
+        notes=notes(model, plan.task, items, records),
         provenance=provenance.collect(one, two) | {"settings": settings},
     )

@@ -15,6 +15,7 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 
 from kvdrift.backends.manner import MANNERS, Manner
+from kvdrift.backends.rotary import forget, remembering
 from kvdrift.errors import ModelError
 
 
@@ -56,6 +57,10 @@ class HFBackend:
         return self.module.get_input_embeddings().weight.device
 
     @cached_property
+    def _remembering(self) -> list[Any]:
+        return remembering(self.module)
+
+    @cached_property
     def masks_past(self) -> bool:
         """Whether an attention mask covers what the cache holds, too: not where no layer keeps tokens (Mamba)."""
         return any(isinstance(layer, CacheLayerMixin) for layer in self.new_cache().layers)
@@ -94,6 +99,8 @@ class HFBackend:
         Tensor
             Logits of the last position, ``[vocab]``, in the model's own dtype.
         """
+        for rotary in self._remembering:
+            forget(rotary)
         output = self.call(self.arguments(ids, start, cache, left_padding, call))
         if not hasattr(output, "logits"):
             raise ModelError(

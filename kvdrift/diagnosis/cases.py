@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from kvdrift.models.rope import changes_after, extends, rope_switch
 from kvdrift.paths.cache_off import CacheOff
 from kvdrift.paths.cache_on import CacheOn
 from kvdrift.paths.path import Path
@@ -165,10 +166,12 @@ def lengths(model: Model, a: Path, seed: int = 0) -> list[Case]:
 
 def _marked(model: Model, cases: list[Case]) -> list[Case]:
     """The cases, of which those that go through a RoPE switch know it."""
-    switch = rope_switch(model.hf.config)
-    if switch is None:
-        return cases
-    return [replace(case, switch=switch) if case.first_pass <= switch < case.n_tokens else case for case in cases]
+    config = model.hf.config
+    switch = rope_switch(config)
+    return [
+        replace(case, switch=switch) if changes_after(config, case.first_pass, case.n_tokens) else case
+        for case in cases
+    ]
 
 
 def left_out(model: Model, a: Path) -> dict[str, str]:
@@ -201,38 +204,9 @@ def too_costly(model: Model, case: Case, share: float = 1) -> bool:
 
 
 def fits(model: Model, case: Case) -> bool:
-    """Whether the model's context holds a case; one around a switch is meant to leave it."""
+    """Whether the model's context holds a case, or its rotary embedding reaches beyond it."""
     limit = model.architecture.max_positions
-    return limit is None or case.switch is not None or case.n_tokens <= limit
-
-
-def rope_switch(config: Any) -> int | None:
-    """The sequence length beyond which the rotary embedding changes for all positions (dynamic NTK, LongRoPE).
-
-    Sources: dynamic NTK, transformers #25104; LongRoPE (arXiv 2402.13753), transformers PR #33129.
-
-    Examples
-    --------
-    >>> import kvdrift as kd
-    >>> rope_switch(kd.models.tiny("llama").config) is None
-    True
-    """
-    config = config.get_text_config()
-    for rope in rope_parameters(config):
-        if rope.get("rope_type") in ("dynamic", "longrope"):
-            original = rope.get("original_max_position_embeddings") or getattr(
-                config, "original_max_position_embeddings", None
-            )
-            dynamic = rope["rope_type"] == "dynamic"  # grows from the context on, whatever the original one
-            return int(config.max_position_embeddings if dynamic else original or config.max_position_embeddings)
-    return None
-
-
-def rope_parameters(config: Any) -> Iterator[dict[str, Any]]:
-    """The rotary parameters of a config: one set, or one for each kind of layer."""
-    given = getattr(config, "rope_parameters", None) or {}
-    nested = [value for value in given.values() if isinstance(value, dict) and "rope_type" in value]
-    yield from nested or [given]
+    return limit is None or case.n_tokens <= limit or extends(model.hf.config)
 
 
 CROP_AND_CONTINUE = (Pass(), Pass(), Pass(), Pass(taken_back=3), Pass(), Pass(), Pass())
@@ -279,7 +253,7 @@ class _Maker:
         ]
 
     def manners(self, prompt: tuple[int, ...]) -> list[Case]:
-        """The same prompt in chunks, left-padded, continued by several tokens at a time, and with tokens taken back."""
+        """The same prompt in chunks, left-padded, gone on with in passes of several tokens, and with tokens taken back."""
         if not isinstance(self.a, CacheOn):
             return []
         feed = self.tokens(7)

@@ -49,7 +49,8 @@ def diagnose(
         Text, token ids or a list of those. By default random tokens: short, long and one-token prompts; in chunks,
         left-padded, cropped and continued; around every window and RoPE switch. The manners and windows are
         run with prompts of your own too, and so are the other manners of calling the model: ``model(ids)`` with its
-        default positions, with a mask alone, and for all logits. Lengths that cost too much run on a tiny twin of the model.
+        default positions, with a mask alone, and for all logits. Lengths that cost too much run on a tiny twin of the
+        model.
     a, b
         The path under test and the reference; by default ``CacheOn()`` and ``CacheOff()``.
     max_new_tokens

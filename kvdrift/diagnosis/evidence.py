@@ -59,28 +59,6 @@ class Finding:
         return f"{when}{self.clause}"
 
 
-@dataclass(frozen=True)
-class NonFiniteFinding:
-    """NaN or infinity in the logits of a path.
-
-    Attributes
-    ----------
-    sentence
-        What, where, when.
-    where
-        The first place; None if it is a weight or cannot be told.
-    advice
-        What to do next.
-    manner
-        The circumstance, as in `Case.manner`.
-    """
-
-    sentence: str
-    where: Where | None
-    advice: str
-    manner: str | None = None
-
-
 @dataclass
 class Evidence:
     """Everything that the verdict rests on.
@@ -90,7 +68,7 @@ class Evidence:
     repeats
         Labels of paths that gave other bits when run again.
     nonfinite
-        The first NaN or infinity; None if there is none.
+        A sentence on the first NaN or infinity, and its place.
     self_test
         Failures of the control's own test.
     not_covered
@@ -120,7 +98,7 @@ class Evidence:
     """
 
     repeats: list[str] = field(default_factory=list)
-    nonfinite: NonFiniteFinding | None = None
+    nonfinite: tuple[str, Where | None] | None = None
     self_test: list[Failure] = field(default_factory=list)
     not_covered: dict[int, str] = field(default_factory=dict)
     unlike: bool = False

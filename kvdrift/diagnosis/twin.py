@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from kvdrift.diagnosis.cases import rope_parameters
 from kvdrift.errors import ModelError
 from kvdrift.models.model import Model
+from kvdrift.models.rope import rope_parameters
 
 WINDOW = 8
 SWITCH = 16

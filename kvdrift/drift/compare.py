@@ -22,7 +22,7 @@ from kvdrift.models.load import load
 from kvdrift.models.model import Model, as_prompts
 from kvdrift.paths.cache_off import CacheOff
 from kvdrift.paths.cache_on import CacheOn
-from kvdrift.paths.path import Path, check_path
+from kvdrift.paths.path import Path, check_path, path_notes
 from kvdrift.runs.comparable import kept_with
 from kvdrift.runs.store import takes_store_as
 
@@ -125,10 +125,13 @@ def compare(
     for ids, length in zip(encoded, lengths, strict=True):
         model.check_length(len(ids), length)
 
+    a = CacheOn() if a is None else check_path(a, "a")
+    b = CacheOff() if b is None else check_path(b, "b")
+    longest = max(len(ids) + length for ids, length in zip(encoded, lengths, strict=True))
     job = Job.prepare(
         model,
-        CacheOn() if a is None else check_path(a, "a"),
-        CacheOff() if b is None else check_path(b, "b"),
+        a,
+        b,
         sites=sites,
         timing=(every, kv_every or every * -(-max(lengths) // (every * KEPT_STEPS))),
         seeds=tuple(range(seed, seed + floor)),
@@ -136,7 +139,7 @@ def compare(
         self_drift=self_drift,
         tokens="given" if forced is not None else str(tokens),
         ignore_eos=ignore_eos,
-        notes=template_notes(model, given, chat),
+        notes=(*template_notes(model, given, chat), *path_notes(model, (a, b), longest)),
     )
     if control is not None:
         job = replace(job, control=job.in_dtype(control))

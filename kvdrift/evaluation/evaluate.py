@@ -19,7 +19,6 @@ from kvdrift.errors import FileError, InputError
 from kvdrift.evaluation.cost import estimate
 from kvdrift.evaluation.gsm8k import GSM8K
 from kvdrift.evaluation.jsonl import JsonlTask
-from kvdrift.evaluation.notes import notes
 from kvdrift.evaluation.records import ItemRecord
 from kvdrift.evaluation.result import Evaluation
 from kvdrift.evaluation.strategies import Strategy, parse
@@ -30,7 +29,7 @@ from kvdrift.models.load import load
 from kvdrift.models.model import Model, PromptLike, as_prompts
 from kvdrift.paths.cache_off import CacheOff
 from kvdrift.paths.cache_on import CacheOn
-from kvdrift.paths.path import Path, check_path, path_info, path_settings
+from kvdrift.paths.path import Path, check_path, path_info, path_notes, path_settings
 from kvdrift.provenance import prompt_hash
 from kvdrift.runs.comparable import comparable, kept_with
 from kvdrift.runs.engines import engine as engine_of
@@ -165,7 +164,8 @@ def evaluate(
                 found[key] = ItemRecord.from_dict(kept.done[key])
                 bar.update()
         records = tuple(found[item.id] for item in items)
-    return _result(model, plan, items, records, settings)
+    longest = max(len(ids) + max(plan.max_new_tokens, n_gold) for ids, n_gold in prompts.values())
+    return _result(model, plan, records, settings, path_notes(model, (plan.a, plan.b), longest))
 
 
 # --- arguments
@@ -355,7 +355,7 @@ def _unpacked(packed: Any) -> ItemRunner:
 
 
 def _result(
-    model: Model, plan: Plan, items: Sequence[Item], records: tuple[ItemRecord, ...], settings: dict[str, Any]
+    model: Model, plan: Plan, records: tuple[ItemRecord, ...], settings: dict[str, Any], notes: tuple[str, ...]
 ) -> Evaluation:
     one, two = plan.a.model or model, plan.b.model or model
     answers = [answer for record in records for trial in record.trials for answer in (trial.a, trial.b, *trial.null)]
@@ -372,6 +372,6 @@ def _result(
         records=records,
         token_texts={token: model.token_text(token) for token in seen},
         settings=settings,
-        notes=notes(model, plan.task, items, records),
+        notes=notes,
         provenance=provenance.collect(one, two) | {"settings": settings},
     )

@@ -19,6 +19,8 @@ from kvdrift.errors import InputError
 from kvdrift.fingerprint import fingerprint
 from kvdrift.models.architecture import Architecture, BlockTree, describe, find_blocks
 from kvdrift.models.labels import Prompt
+from kvdrift.models.positions import default_positions
+from kvdrift.models.rope import beyond, extends
 from kvdrift.models.source import Source
 
 if TYPE_CHECKING:
@@ -214,7 +216,7 @@ class Model:
         return str(token) if self.tokenizer is None else str(self.tokenizer.decode([token]))
 
     def check_length(self, prompt_tokens: int, new_tokens: int) -> None:
-        """Refuse a run that would leave the model's context.
+        """Refuse a run that would leave the model's context, unless its rotary embedding is made to reach beyond it.
 
         Raises
         ------
@@ -222,11 +224,24 @@ class Model:
             If prompt and new tokens together exceed ``architecture.max_positions``.
         """
         limit = self.architecture.max_positions
-        if limit is not None and prompt_tokens + new_tokens > limit:
+        if limit is not None and prompt_tokens + new_tokens > limit and not extends(self.hf.config):
             raise InputError(
                 f"{prompt_tokens} prompt tokens and {new_tokens} new ones exceed the context of {self.name} "
                 f"({limit}); shorten the prompt or ask for at most {max(limit - prompt_tokens, 0)} new tokens."
             )
+
+    @cached_property
+    def default_positions(self) -> str | None:
+        """A sentence on default positions other than those that kvdrift passes, None where they are the same.
+
+        Found on first use by a few short passes.
+        """
+        with self.evaluating():
+            return default_positions(self.backend, self.vocab_size)
+
+    def beyond_context(self, n_tokens: int) -> str | None:
+        """A sentence on sequences of so many tokens whose rotary embedding reaches beyond the declared context."""
+        return beyond(self.hf.config, self.architecture.max_positions, n_tokens)
 
     # --- identity
 

@@ -18,7 +18,7 @@ from kvdrift.models.load import load
 from kvdrift.models.model import Model, as_prompts
 from kvdrift.paths.cache_off import CacheOff
 from kvdrift.paths.cache_on import CacheOn
-from kvdrift.paths.path import Path, check_path, path_info, path_settings
+from kvdrift.paths.path import Path, check_path, path_info, path_notes, path_settings
 from kvdrift.settings import settings_of
 from kvdrift.tracing.trace import Trace
 
@@ -158,9 +158,10 @@ def read(
         lengths = [len(ids) for ids in follow]
     for ids, length in zip(encoded, lengths, strict=True):
         model.check_length(len(ids), length)
-    return Setup(
-        model, labelled, follow, tuple(lengths), path, recipient, traces, ignore_eos, template_notes(model, given, chat)
-    )
+    ran = (recipient,) if traces is not None else (recipient, path)
+    longest = max(len(ids) + length for ids, length in zip(encoded, lengths, strict=True))
+    notes = (*template_notes(model, given, chat), *path_notes(model, ran, longest))
+    return Setup(model, labelled, follow, tuple(lengths), path, recipient, traces, ignore_eos, notes)
 
 
 def _traces(donor: Any, n: int) -> tuple[Trace, ...] | None:

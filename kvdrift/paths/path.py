@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -122,6 +122,17 @@ def path_info(path: Path, model: Model) -> PathInfo:
         device=str(model.device),
         controls=tuple(control.label for control in path.controls),
     )
+
+
+def path_notes(model: Model, paths: Iterable[Path], n_tokens: int) -> tuple[str, ...]:
+    """What is to be known about numbers of these paths over sequences of so many tokens, each sentence once."""
+    found: list[str | None] = []
+    for path in paths:
+        used = path.model or model
+        if getattr(path, "call", None) == "explicit":
+            found.append(used.default_positions)
+        found.append(used.beyond_context(n_tokens))
+    return tuple(dict.fromkeys(note for note in found if note is not None))
 
 
 def path_settings(path: Path, model: Model) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from numbers import Integral
 from typing import Any
 
@@ -15,7 +16,7 @@ from kvdrift.models.ending import stops, template_notes, tokens_written, way_on
 from kvdrift.models.load import load
 from kvdrift.models.model import Model, as_prompts
 from kvdrift.paths.cache_on import CacheOn
-from kvdrift.paths.path import Path, check_path
+from kvdrift.paths.path import Path, check_path, path_notes
 from kvdrift.paths.recording import Positions, Recording
 from kvdrift.tracing.sites import choose_heads, choose_layers, parse_sites
 from kvdrift.tracing.trace import Trace
@@ -111,13 +112,17 @@ def record(
     for ids, length in zip(encoded, lengths, strict=True):
         used.check_length(len(ids), length)
         _check_positions(positions, len(ids) + length - 1)
+    notes = path_notes(used, (path,), max(len(ids) + length for ids, length in zip(encoded, lengths, strict=True)))
+    for note in notes:
+        print(f"kvdrift: {note}.", file=sys.stderr)
     traces, weights = [], used.fingerprint
     with tqdm(total=sum(lengths), desc="record", unit="step", disable=not progress) as bar:
         for prompt, ids, follow, length in zip(given, encoded, followed, lengths, strict=True):
             recording = Recording(
                 used, path, wanted, kept, positions, offload, memory_budget, progress, weights, stops(model, ignore_eos)
             )
-            traces.append(recording.run(used.label(prompt, ids), follow, length, bar))
+            trace = recording.run(used.label(prompt, ids), follow, length, bar)
+            traces.append(replace(trace, provenance=trace.provenance | {"notes": list(notes)}) if notes else trace)
     if progress:
         _tell(traces, template_notes(model, given, chat), stops(model, ignore_eos))
     return traces if many else traces[0]

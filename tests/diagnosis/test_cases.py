@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 import kvdrift as kd
-from kvdrift.diagnosis.cases import CROP_AND_CONTINUE, default_cases, fits, prompt_cases, rope_switch, too_costly
+from kvdrift.diagnosis.cases import CROP_AND_CONTINUE, default_cases, fits, prompt_cases, too_costly
 from kvdrift.diagnosis.lockstep import lockstep
 from kvdrift.diagnosis.twin import twin
 
@@ -73,18 +73,6 @@ def test_recurrent_models_are_not_padded_nor_cropped(tiny_model):
         "chunked prefill",
         "several tokens in a pass",
     ]
-
-
-@pytest.mark.parametrize(
-    ("rope", "expected"),
-    [
-        ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, 256),
-        ({"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}, None),
-        ({"rope_type": "default", "rope_theta": 1e4}, None),
-    ],
-)
-def test_rope_switch(rope, expected):
-    assert rope_switch(kd.models.tiny("llama", rope_parameters=rope).config) == expected
 
 
 def test_cost_and_context(tiny_model):

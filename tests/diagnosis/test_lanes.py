@@ -1,4 +1,4 @@
-"""Every manner of calling the model is run, and what sets one apart is found and named. More faults: faults/manners.py."""
+"""Every manner of calling the model is run, and what sets one apart is found and named; see faults/manners.py."""
 
 import pytest
 import torch

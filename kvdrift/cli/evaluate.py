@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -31,6 +31,21 @@ def evaluate(
     data: Annotated[
         Path | None,
         typer.Option(help="JSON lines of the task; gsm8k is fetched through datasets if left out.", show_default=False),
+    ] = None,
+    answer_key: Annotated[
+        str | None, typer.Option(help="prompts: the key of the answers; answer if left out.", show_default=False)
+    ] = None,
+    scorer: Annotated[
+        Literal["exact", "normalised", "contains", "first-number", "choice"] | None,
+        typer.Option(
+            help="prompts: the whole text (normalised as SQuAD does), the answer somewhere in it, its first number, or "
+            "the letter chosen.",
+            show_default="normalised",
+        ),
+    ] = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(help=r"prompts: a string that ends a text, \n for a line's end; repeat for several."),
     ] = None,
     strategy: Annotated[
         list[str] | None,
@@ -69,6 +84,7 @@ def evaluate(
     device: options.Device = "auto",
     attn: options.Attention = "auto",
     chat: options.Chat = False,
+    ignore_eos: options.IgnoreEos = False,
     engine: options.Engine = "local",
     workers: options.Workers = None,
     address: options.Address = None,
@@ -85,7 +101,11 @@ def evaluate(
 
         strategies = [parse(text) for text in strategy or ["greedy"]]
         wanted = numbers(seeds, "--seeds")
-        questions = _task(task, data, shots, train, chat, extraction, gold)
+        if task == "gsm8k":
+            _refuse_for_gsm8k(answer_key=answer_key, scorer=scorer, stop=stop)
+            questions = _gsm8k(data, shots, train, chat, extraction, gold)
+        else:
+            questions = _prompts(data, chat, answer_key, scorer, stop)
         loaded = open_model(model, dtype, device, attn, threads)
         try:
             found = run(
@@ -98,6 +118,7 @@ def evaluate(
                 seeds=wanted,
                 gold=gold != "none",
                 stop_at_divergence=stop_at_divergence,
+                ignore_eos=ignore_eos,
                 store=store,
                 engine=engine,
                 workers=workers,
@@ -119,8 +140,7 @@ def evaluate(
     )
 
 
-def _task(
-    name: Literal["gsm8k", "prompts"],
+def _gsm8k(
     data: Path | None,
     shots: int,
     train: Path | None,
@@ -129,14 +149,27 @@ def _task(
     gold: Literal["solution", "answer", "none"],
 ) -> Task:
     from kvdrift.evaluation.gsm8k import GSM8K
+
+    target: Literal["solution", "answer"] = "answer" if gold == "answer" else "solution"
+    return GSM8K(data, shots=shots, train=train, chat=chat, extraction=extraction, gold=target)
+
+
+def _prompts(data: Path | None, chat: bool, answer_key: str | None, scorer: str | None, stop: list[str] | None) -> Task:
     from kvdrift.evaluation.jsonl import JsonlTask
 
-    if name == "gsm8k":
-        target: Literal["solution", "answer"] = "answer" if gold == "answer" else "solution"
-        return GSM8K(data, shots=shots, train=train, chat=chat, extraction=extraction, gold=target)
     if data is None:
         raise InputError("--task prompts needs --data FILE: JSON lines with a prompt, and an answer if there is one.")
-    return JsonlTask(data, chat=chat)
+    ends = [text.replace("\\n", "\n").replace("\\t", "\t") for text in stop or ()]
+    return JsonlTask(data, chat=chat, answer=answer_key, scorer=scorer or "normalised", stop=ends)
+
+
+def _refuse_for_gsm8k(**options: Any) -> None:
+    """Its answers, scores and stop strings are lm-evaluation-harness's."""
+    for name, value in options.items():
+        if value:
+            raise InputError(
+                f"--{name.replace('_', '-')} belongs to --task prompts; gsm8k has --extraction and --gold."
+            )
 
 
 def _kept(store: Path | None) -> str:

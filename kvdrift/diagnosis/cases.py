@@ -253,7 +253,7 @@ class _Maker:
         ]
 
     def manners(self, prompt: tuple[int, ...]) -> list[Case]:
-        """The same prompt in chunks, left-padded, gone on with in passes of several tokens, and with tokens taken back."""
+        """The same prompt in chunks, left-padded, continued by several tokens at a time, and with tokens taken back."""
         if not isinstance(self.a, CacheOn):
             return []
         feed = self.tokens(7)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Literal
+
+import torch
 
 from kvdrift.diagnosis.evidence import Evidence, Finding
 from kvdrift.diagnosis.locate import PAST, Where
@@ -24,13 +27,18 @@ FACTS = ("crash", "stale", "unfilled", "visibility", "witness", "past")
 """Checks that look at one path by itself, and so name the one that is wrong."""
 
 
+ON_THE_ARM = ("generate",)
+"""Checks that rest on the shape-invariant arm alone; its own disagreements convict only where float64 confirms them if
+the self-test failed."""
+
+
 def decide(evidence: Evidence, model: Model, a: Path, b: Path) -> Verdict:
     """Conclude.
 
     NaN comes first, since nothing can be compared then. A path that raises where the other one runs, and what a call
     reads, are facts whatever the arithmetic, so a crash, a misread or a stale cache convicts before the repeats are
-    looked at; everything else only convicts if the paths
-    repeat themselves and the control passed its own test.
+    looked at; everything else only convicts if the paths repeat themselves. A failed self-test of the control takes
+    away what rests on the control alone, and nothing else: where float64 says that the paths differ, they do.
 
     Parameters
     ----------
@@ -42,7 +50,7 @@ def decide(evidence: Evidence, model: Model, a: Path, b: Path) -> Verdict:
     faults = [finding for finding in evidence.findings if finding.excuse is None]
     kind = _kind(evidence, faults)
     told = faults if kind == "bug" else [f for f in evidence.findings if f.excuse is not None and f.excuse.kind == kind]
-    where = evidence.nonfinite[1] if evidence.nonfinite else _where(told)
+    where = evidence.nonfinite.where if evidence.nonfinite else _where(told)
     between = bool(told) and all(finding.check == "manner" for finding in told)
     ours, reference = _compared(told[0]) if between else (a.label, b.label)
     wrong = _wrong(told, evidence, a, b) if kind == "bug" else None
@@ -53,9 +61,9 @@ def decide(evidence: Evidence, model: Model, a: Path, b: Path) -> Verdict:
         b=reference,
         reasons=tuple(_reasons(evidence, kind, told)),
         where=where if kind in ("bug", "nonfinite", "lossy", "by_design") else None,
-        signature=signature(told, model.architecture),
+        signature=_signature(evidence, told, model),
         wrong=wrong,
-        suggestion=_suggestion(kind, where, wrong, told),
+        suggestion=_suggestion(kind, where, wrong, told, evidence, model),
         not_examined=tuple(_together(evidence.not_examined)),
     )
 
@@ -67,6 +75,12 @@ def _compared(finding: Finding) -> tuple[str, str]:
     return finding.moment.case.a.label, finding.moment.case.b.label
 
 
+def _signature(evidence: Evidence, told: Sequence[Finding], model: Model) -> tuple[str, ...]:
+    if evidence.nonfinite is not None:
+        return () if evidence.nonfinite.manner is None else (evidence.nonfinite.manner,)
+    return signature(told, model.architecture)
+
+
 def _kind(evidence: Evidence, faults: Sequence[Finding]) -> VerdictKind:
     if evidence.nonfinite is not None:
         return "nonfinite"
@@ -76,13 +90,13 @@ def _kind(evidence: Evidence, faults: Sequence[Finding]) -> VerdictKind:
         return "nondeterministic"
     if any(finding.check in ("witness", "operator") for finding in faults):
         return "bug"
-    if evidence.self_test and evidence.arm_differs and not (evidence.not_covered or evidence.unlike):
-        return "inconclusive"
-    if faults:
+    if any(not (evidence.self_test and finding.check in ON_THE_ARM) for finding in faults):
         return "bug"
     excuses = [finding.excuse.kind for finding in evidence.findings if finding.excuse is not None]
     if excuses:
         return "lossy" if "lossy" in excuses else "by_design"
+    if evidence.self_test and (faults or evidence.arm_differs) and not (evidence.not_covered or evidence.unlike):
+        return "inconclusive"
     if evidence.unsettled:
         return "inconclusive"
     return "exact" if evidence.native_equal and evidence.counts.get("native") else "rounding"
@@ -111,12 +125,14 @@ def _wrong(findings: Sequence[Finding], evidence: Evidence, a: Path, b: Path) ->
 def _reasons(evidence: Evidence, kind: VerdictKind, told: Sequence[Finding]) -> list[str]:
     reasons: list[str] = []
     if evidence.nonfinite is not None:
-        return [evidence.nonfinite[0], *evidence.notes]
+        return [evidence.nonfinite.sentence, *evidence.notes]
     if evidence.repeats:
         reasons.append(f"Run again over the same tokens, {' and '.join(evidence.repeats)} gave other bits.")
     elif evidence.counts.get("repeats"):
         reasons.append("Each path repeats itself in every bit.")
     reasons += [f"The control failed its self-test: {failure}." for failure in evidence.self_test[:SHOWN]]
+    if evidence.self_test and kind not in ("inconclusive", "nondeterministic"):
+        reasons.append("The verdict does not rest on the control.")
     if told:
         for check in dict.fromkeys(finding.check for finding in told):
             same = [finding for finding in told if finding.check == check]
@@ -158,15 +174,20 @@ def _layers(layers: Iterable[int]) -> str:
 
 
 def _clean(evidence: Evidence) -> list[str]:
-    counts = evidence.counts
+    counts, found = evidence.counts, Counter(finding.check for finding in evidence.findings)
     reasons = []
-    if counts.get("visibility"):
+    if counts.get("visibility") and found["visibility"]:
+        reasons.append(
+            f"Of {counts['visibility']} distinct attention calls {found['visibility']} see other positions than "
+            "causality and windows imply, which is excused."
+        )
+    elif counts.get("visibility"):
         reasons.append(
             f"All {counts['visibility']} distinct attention calls see the positions that they should, and no other."
         )
     if counts.get("arm") and not evidence.arm_differs:
         reasons.append(f"In shape-invariant arithmetic the paths agree in every bit at all {counts['arm']} steps.")
-    if counts.get("witness") or counts.get("operators"):
+    if (counts.get("witness") or counts.get("operators")) and not (found["witness"] or found["operator"]):
         reasons.append(
             f"{counts.get('witness', 0)} attention calls and {counts.get('operators', 0)} kinds of operators stay "
             "within their rounding bounds against float64."
@@ -217,13 +238,27 @@ NEXT: dict[VerdictKind, str] = {
     "rounding": "Nothing to mend. kd.compare shows how far it carries; kd.falsify, what higher precision would change.",
     "lossy": "To measure what the loss costs, kd.compare this path with CacheOff().",
     "by_design": "Keep to one side of the switch, or expect the difference.",
-    "nonfinite": "Use bfloat16 or float32.",
     "nondeterministic": "Switch off dropout and non-deterministic kernels, then diagnose again.",
-    "inconclusive": "Diagnose again in float32 on the CPU, or with attn='eager'.",
 }
 
 
-def _suggestion(kind: VerdictKind, where: Where | None, wrong: str | None, told: Sequence[Finding]) -> str:
+def _other_arithmetic(model: Model) -> str:
+    """What to diagnose again with: something that was not run."""
+    ways = []
+    if model.dtype != torch.float32 or model.device.type != "cpu":
+        ways.append("in float32 on the CPU")
+    if model.attn != "eager":
+        ways.append("with attn='eager'")
+    return f"Diagnose again {' or '.join(ways) or 'in float64 (dtype=float64)'}."
+
+
+def _suggestion(
+    kind: VerdictKind, where: Where | None, wrong: str | None, told: Sequence[Finding], evidence: Evidence, model: Model
+) -> str:
+    if evidence.nonfinite is not None:
+        return evidence.nonfinite.advice
+    if kind == "inconclusive":
+        return _other_arithmetic(model)
     if kind != "bug":
         return NEXT[kind]
     checks = {finding.check for finding in told}
@@ -247,6 +282,8 @@ def _suggestion(kind: VerdictKind, where: Where | None, wrong: str | None, told:
         )
     if checks == {"operator"}:
         return "Run with another build of PyTorch or another kernel, and report the operator with these shapes."
+    if where is not None and " hook " in where.module:
+        return f"Look at {where}: what the hook makes of a token must not depend on which others are in the same pass."
     if wrong == "b":
         return f"The cache-free path is the wrong one; look at {where} in passes without a cache."
     if where is not None and where.site in PAST.values():

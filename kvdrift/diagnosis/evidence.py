@@ -59,6 +59,28 @@ class Finding:
         return f"{when}{self.clause}"
 
 
+@dataclass(frozen=True)
+class NonFiniteFinding:
+    """NaN or infinity in the logits of a path.
+
+    Attributes
+    ----------
+    sentence
+        What, where, when.
+    where
+        The first place; None if it is a weight or cannot be told.
+    advice
+        What to do next.
+    manner
+        The circumstance, as in `Case.manner`.
+    """
+
+    sentence: str
+    where: Where | None
+    advice: str
+    manner: str | None = None
+
+
 @dataclass
 class Evidence:
     """Everything that the verdict rests on.
@@ -68,7 +90,7 @@ class Evidence:
     repeats
         Labels of paths that gave other bits when run again.
     nonfinite
-        A sentence on the first NaN or infinity, and its place.
+        The first NaN or infinity; None if there is none.
     self_test
         Failures of the control's own test.
     not_covered
@@ -98,7 +120,7 @@ class Evidence:
     """
 
     repeats: list[str] = field(default_factory=list)
-    nonfinite: tuple[str, Where | None] | None = None
+    nonfinite: NonFiniteFinding | None = None
     self_test: list[Failure] = field(default_factory=list)
     not_covered: dict[int, str] = field(default_factory=dict)
     unlike: bool = False

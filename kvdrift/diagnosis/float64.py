@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import Tensor
 from transformers import Cache
 
@@ -13,8 +14,10 @@ from kvdrift.bits import same_bits
 from kvdrift.controls.float64_copy import float64_copy
 from kvdrift.controls.true_float64 import TrueFloat64
 from kvdrift.diagnosis.cases import Case
-from kvdrift.diagnosis.locate import Where, first_difference, place, within
+from kvdrift.diagnosis.locate import PAST, Equal, Where, first_difference, in_order, place, within
 from kvdrift.diagnosis.lockstep import Moment, lockstep
+from kvdrift.diagnosis.observe import Key, Snapshot
+from kvdrift.diagnosis.pinpoint import pinpoint
 from kvdrift.paths.cache_off import CacheOff
 from kvdrift.paths.cache_on import CacheOn
 from kvdrift.paths.path import Path
@@ -41,6 +44,9 @@ class Float64:
     wrong
         Which path left the function that both ought to compute, by a third computation (the whole sequence in one
         pass, with a cache that nothing is read from); None if that cannot be told.
+    rows_move
+        Whether the rows of one position depend there on the tokens that follow it: path a computed them before these
+        came. Neither path is the wrong one then.
     """
 
     case: Case
@@ -48,6 +54,7 @@ class Float64:
     moment: Moment | None
     where: Where | None
     wrong: Literal["a", "b"] | None
+    rows_move: bool = False
 
     @property
     def agrees(self) -> bool:
@@ -65,22 +72,65 @@ def float64_witness(copy: Model, case: Case, b: Path) -> Float64:
     case, b
         The case with its path a, and the reference, from `in_float64`.
     """
-    controls, equal = (TrueFloat64(),), within(TOLERANCE)
+    controls, equal, rows = (TrueFloat64(),), within(TOLERANCE), _Rows()
     error, first = 0.0, None
-    for moment, x, y in lockstep(copy, case, b, controls):
+    for moment, x, y in lockstep(copy, case, b, controls, rows):
         scale = float(y.logits.abs().max()) or 1.0
         error = max(error, float((x.logits - y.logits).abs().max()) / scale)
         if case.between_manners and equal(x.logits, y.logits):
             continue  # rotary positions that are all moved alike change keys, and not the function
         key = first_difference(x, y, equal)
         if key is not None and first is None:
-            first = moment, place(copy, *key), x.logits, y.logits
+            computed = moment
+            if key[1] in PAST.values():
+                key, computed = rows.behind(key, moment, x, y, equal)
+            first = moment, computed, place(copy, *key), x.logits, y.logits
     if first is None:
         return Float64(case, error, None, None, None)
-    moment, where, logits_a, logits_b = first
+    moment, computed, where, logits_a, logits_b = first
+    where = pinpoint(copy, case.reference(b), computed, moment, where, equal, controls)
+    if computed is not moment:
+        return Float64(case, error, moment, where, None, rows_move=True)
     if type(b) is not CacheOff or type(case.a) is not CacheOn or case.a.model is not b.model:
         return Float64(case, error, moment, where, None)
     return Float64(case, error, moment, where, _wrong(copy, case.a, moment.tokens, logits_a, logits_b))
+
+
+class _Rows:
+    """Every row of path a as it computed it, once; shown to it by `lockstep`."""
+
+    def __init__(self) -> None:
+        self._rows: dict[Key, Tensor] = {}
+        self._moments: list[Moment] = []
+
+    def __call__(self, moment: Moment, _: Path, snapshot: Snapshot) -> None:
+        """Keep the rows of a step; the first snapshot of a step is path a's."""
+        if self._moments and self._moments[-1].step == moment.step:
+            return
+        self._moments.append(moment)
+        for key, value in snapshot.rows.items():
+            start = max(moment.position + 1 - len(value), 0)
+            new = value[len(value) - (moment.position + 1 - start) :]
+            self._rows[key] = torch.cat([self._rows[key][:start], new]) if key in self._rows else new
+
+    def behind(self, key: Key, moment: Moment, x: Snapshot, y: Snapshot, equal: Equal) -> tuple[Key, Moment]:
+        """What lies behind a difference of past keys or values: rows that were computed otherwise, and when.
+
+        Returns
+        -------
+        key, moment
+            The first place at which a row of an earlier position differs, and the step in which path a computed it;
+            what was given if no such row differs, so that it is the cache.
+        """
+        found = first_difference(replace(x, rows=self._rows, kv={}), replace(y, kv={}), equal)
+        if found is None or found not in self._rows or in_order(found) >= in_order(key):
+            return key, moment
+        ours, theirs = self._rows[found], y.rows[found]
+        n = min(len(ours), len(theirs))
+        rows = [not equal(a, b) for a, b in zip(ours[-n:], theirs[-n:], strict=True)]
+        position = moment.position + 1 - n + rows.index(True)
+        kept = [one for one in self._moments if one.position >= position and one.step <= moment.step]
+        return found, next((one for one in kept if one.tokens == moment.tokens[: one.position + 1]), moment)
 
 
 def _wrong(

@@ -13,6 +13,7 @@ from transformers.cache_utils import DynamicLayer
 
 from kvdrift.backends.transformer_lens import plain_name
 from kvdrift.bits import same_bits
+from kvdrift.controls import Control
 from kvdrift.controls.fixed_shape import FixedShape, not_covered
 from kvdrift.controls.self_test import N_TOKENS, Failure, self_test
 from kvdrift.diagnosis.calls import CallChecks
@@ -23,6 +24,7 @@ from kvdrift.diagnosis.generated import differs_from_forward
 from kvdrift.diagnosis.lanes import apart, lane_cases, told
 from kvdrift.diagnosis.locate import Where, cache_update, changed_past, first_difference, place
 from kvdrift.diagnosis.lockstep import Moment, lockstep
+from kvdrift.diagnosis.nonfinite import explain
 from kvdrift.diagnosis.observe import Snapshot, by_uncached_pass
 from kvdrift.diagnosis.operator_witness import OperatorWitness
 from kvdrift.diagnosis.raised import cause, said
@@ -40,7 +42,6 @@ from kvdrift.errors import (
 from kvdrift.models.rope import rope_switch
 from kvdrift.paths.cache_on import CacheOn
 from kvdrift.paths.path import Path
-from kvdrift.tracing.finite import explain_nonfinite
 
 if TYPE_CHECKING:
     from kvdrift.models.model import Model
@@ -248,7 +249,7 @@ class Gathering:
         evidence = self.evidence
         if any(finding.check == "crash" for finding in evidence.findings):
             return True
-        if evidence.unlike or evidence.not_covered or evidence.self_test or evidence.repeats:
+        if evidence.unlike or evidence.not_covered or evidence.repeats:
             return False
         settle(evidence, self.disagreements, [(model, case)], self.b, self.lossy)
         if any(finding.excuse is None for finding in evidence.findings):
@@ -277,16 +278,19 @@ class Gathering:
         before: tuple[Moment, Snapshot] | None = None
         for moment, x, y in lockstep(model, case, self.b, fixed, self._inspect(model)):
             self.bar.update()
-            if self._nonfinite(model, moment, x, y):
+            if self._nonfinite(model, moment, x, y, fixed):
                 return
             self.evidence.count("arm")
-            if before is not None and not self.evidence.not_covered and not self.evidence.unlike:
+            rests = self.evidence.self_test and getattr(case.a, "cache", self) is self  # computes its past anew
+            if before is not None and not (self.evidence.not_covered or self.evidence.unlike or rests):
                 self._past(model, moment, *before, x)
             before = moment, x
             key = first_difference(x, y)
             if key is not None:
                 self.evidence.arm_differs = True
-                self.disagreements.append(Disagreement(model, moment, key, _positions(self.b, moment, x, y)))
+                self.disagreements.append(
+                    Disagreement(model, moment, key, _positions(case.reference(self.b), moment, x, y))
+                )
 
     def _past(self, model: Model, moment: Moment, earlier: Moment, before: Snapshot, now: Snapshot) -> None:
         kept = sum(takewhile(bool, (x == y for x, y in zip(earlier.tokens, moment.tokens, strict=False))))
@@ -296,11 +300,12 @@ class Gathering:
             why = excuse(moment, self.lossy, bidirectional=False)
             self.evidence.findings.append(Finding("past", moment.case.a.label, what, moment, place(model, *key), why))
 
-    def _nonfinite(self, model: Model, moment: Moment, x: Snapshot, y: Snapshot) -> bool:
-        for path, snapshot in ((moment.case.a, x), (self.b, y)):
+    def _nonfinite(
+        self, model: Model, moment: Moment, x: Snapshot, y: Snapshot, controls: tuple[Control, ...] = ()
+    ) -> bool:
+        for path, snapshot in ((moment.case.a, x), (moment.case.reference(self.b), y)):
             if not snapshot.logits.isfinite().all():
-                sentence = f"{moment}, {path.label}: {explain_nonfinite(model, moment.case.prompt, path.attn)}"
-                self.evidence.nonfinite = (sentence, _first_nonfinite(model, snapshot))
+                self.evidence.nonfinite = explain(model, moment, path, controls, twin=model is not self.model)
                 return True
         return False
 
@@ -350,16 +355,3 @@ def _positions(b: Path, moment: Moment, x: Snapshot, y: Snapshot) -> str:
         if snapshot.rotary not in (None, snapshot.position)
     ]
     return " and ".join(said)
-
-
-def _first_nonfinite(model: Model, snapshot: Snapshot) -> Where | None:
-    order = ("resid_pre", "q", "z", "attn_out", "resid_mid", "mlp_out", "resid_post")
-    bad = [
-        (layer, order.index(site))
-        for (layer, site), value in snapshot.rows.items()
-        if site in order and not value[-1].isfinite().all()
-    ]
-    if not bad:
-        return None
-    layer, site = min(bad)
-    return place(model, layer, order[site])

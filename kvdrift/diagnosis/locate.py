@@ -105,15 +105,15 @@ def first_difference(
         ``(layer, site)``, or None if nothing differs.
     """
     differing = (key for key, x, y in _pairs(a, b) if not equal(x, y))
-    return min(differing, key=_place_in_order, default=None)
+    return min(differing, key=in_order, default=None)
 
 
 def changed_past(before: Snapshot, now: Snapshot, kept: int, equal: Equal = same_bits) -> tuple[int, str] | None:
-    """The first layer in which keys or values of the first ``kept`` positions are no longer what they were a step before.
+    """The first layer in which keys or values of earlier positions are no longer what they were a step before.
 
-    ``kept`` is how many tokens of the step before were not taken back since.
+    Of these positions the first ``kept`` are looked at: their tokens were not taken back since.
     """
-    for key in sorted(now.kv, key=_place_in_order):
+    for key in sorted(now.kv, key=in_order):
         if key not in before.kv:
             continue
         (value, at), (old, at_old) = now.kv[key], before.kv[key]
@@ -142,7 +142,8 @@ def _after(key: tuple[int, str]) -> tuple[int, str]:
     return (-1 if site == "embed" else _LAST if site == "final_norm" else layer, site)
 
 
-def _place_in_order(key: tuple[int, str]) -> tuple[int, int]:
+def in_order(key: tuple[int, str]) -> tuple[int, int]:
+    """A place by which layers and sites sort in the order in which a pass computes them."""
     layer, site = key
     return layer, _ORDER.index(site) if site in _ORDER else len(_ORDER) + (site == LOGITS)
 

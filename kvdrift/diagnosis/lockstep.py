@@ -88,9 +88,9 @@ def lockstep(
         reference.close()
 
 
-def alone(model: Model, case: Case) -> Iterator[Moment]:
-    """Run path a of a case natively and with nothing watching; yields every step before it is run."""
-    run = case.a.start(model, case.prompt)
+def alone(model: Model, case: Case, controls: tuple[Control, ...] = ()) -> Iterator[Moment]:
+    """Run path a of a case with nothing watching it, natively by default; yields every step before it is run."""
+    run = case.a.start(model, case.prompt, with_arm(case.a.controls, controls))
     walk = _Walk(case, run)
     try:
         for moment, tokens in walk:

@@ -16,6 +16,7 @@ from kvdrift.diagnosis.cases import Case
 from kvdrift.diagnosis.evidence import Finding
 from kvdrift.diagnosis.locate import Where
 from kvdrift.diagnosis.lockstep import Moment, alone
+from kvdrift.diagnosis.pinpoint import layer_of
 from kvdrift.errors import InternalError, KvdriftError, one_line
 from kvdrift.paths.path import Path
 
@@ -134,13 +135,6 @@ def raising_module(model: Model, error: Exception) -> Where | None:
     running = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
     inside = [names[id(module)] for module in running if isinstance(module, nn.Module) and names.get(id(module))]
     return None if not inside else Where(layer_of(model, inside[-1]), plain_name(inside[-1]), "")
-
-
-def layer_of(model: Model, name: str) -> int | None:
-    """The block in which a module sits, by its name."""
-    prefix = f"{model.tree.prefix}."
-    number = name.removeprefix(prefix).partition(".")[0] if name.startswith(prefix) else ""
-    return int(number) if number.isdecimal() else None
 
 
 def said(error: Exception) -> str:

@@ -57,7 +57,7 @@ def settle(
     """Turn disagreements into findings, or into sentences on what stays open.
 
     A disagreement convicts by itself where the arm promises equality, unless float64 shows that the two paths compute
-    one function. Where the arm promises nothing, float64 alone decides, over every case.
+    one function. Where the arm promises nothing, or fails its own test, float64 alone decides.
 
     Parameters
     ----------
@@ -111,7 +111,9 @@ class _Judge:
         bits = "other bits in shape-invariant arithmetic"
         hint = f"; {one.hint}" if one.hint else ""
         if witness is not None and not witness.agrees:
-            self.convict(moment, where if promised else witness.where, f"{bits}, and {_apart(witness)}{hint}")
+            if witness.where is not None and (not promised or _same_site(where, witness.where)):
+                where = witness.where  # which names the module
+            self.convict(moment, where, f"{bits}, and {_apart(witness)}{hint}")
         elif witness is None and promised:
             self.convict(moment, where, bits + hint)
         elif witness is None:
@@ -132,8 +134,13 @@ class _Judge:
         self.evidence.findings.append(Finding(check, both, what, moment, where, why))
 
 
+def _same_site(one: Where, other: Where) -> bool:
+    return (one.layer, one.site) == (other.layer, other.site)
+
+
 def _apart(witness: Float64) -> str:
-    return f"float64 differs by {witness.error:.2g} of the largest logit"
+    moving = "; what is computed of a token depends there on those that follow it" if witness.rows_move else ""
+    return f"float64 differs by {witness.error:.2g} of the largest logit{moving}"
 
 
 def _witnesses(todo: Sequence[tuple[Model, Case]], b: Path) -> tuple[dict[str, Float64], str | None]:

@@ -295,7 +295,7 @@ class Lockstep:
         plan, device = self.plan, a.logits.device
         found = measure.residual_metrics(a.values, b.values, plan.residual, device)
         if any(np.isnan(values).any() for values in _rel_l2(found).values()):
-            raise explain_nonfinite(self.model_a, tokens, a.run.attn)
+            raise explain_nonfinite(a.run, tokens)
         found |= measure.head_metrics(a.values, b.values, plan.queries)
         found |= measure.kv_metrics(a.reading, b.reading, plan.kv)
         logits = logit_metrics(a.logits, b.logits.to(device))
@@ -361,7 +361,7 @@ class Lockstep:
     @staticmethod
     def _refuse_nonfinite(live: _Live, tokens: list[int]) -> None:
         if leaves_finite(live.logits):
-            raise explain_nonfinite(live.run.model, tokens, live.run.attn)
+            raise explain_nonfinite(live.run, tokens)
 
     # --- results
 

@@ -19,6 +19,7 @@ from kvdrift.errors import FileError, InputError
 from kvdrift.evaluation.cost import estimate
 from kvdrift.evaluation.gsm8k import GSM8K
 from kvdrift.evaluation.jsonl import JsonlTask
+from kvdrift.evaluation.notes import notes
 from kvdrift.evaluation.records import ItemRecord
 from kvdrift.evaluation.result import Evaluation
 from kvdrift.evaluation.strategies import Strategy, parse
@@ -165,7 +166,8 @@ def evaluate(
                 bar.update()
         records = tuple(found[item.id] for item in items)
     longest = max(len(ids) + max(plan.max_new_tokens, n_gold) for ids, n_gold in prompts.values())
-    return _result(model, plan, records, settings, path_notes(model, (plan.a, plan.b), longest))
+    said = (*path_notes(model, (plan.a, plan.b), longest), *notes(model, plan.task, items, records))
+    return _result(model, plan, records, settings, said)
 
 
 # --- arguments
@@ -355,7 +357,7 @@ def _unpacked(packed: Any) -> ItemRunner:
 
 
 def _result(
-    model: Model, plan: Plan, records: tuple[ItemRecord, ...], settings: dict[str, Any], notes: tuple[str, ...]
+    model: Model, plan: Plan, records: tuple[ItemRecord, ...], settings: dict[str, Any], said: tuple[str, ...]
 ) -> Evaluation:
     one, two = plan.a.model or model, plan.b.model or model
     answers = [answer for record in records for trial in record.trials for answer in (trial.a, trial.b, *trial.null)]
@@ -372,6 +374,6 @@ def _result(
         records=records,
         token_texts={token: model.token_text(token) for token in seen},
         settings=settings,
-        notes=notes,
+        notes=said,
         provenance=provenance.collect(one, two) | {"settings": settings},
     )

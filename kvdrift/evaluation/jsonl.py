@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvdrift.errors import FileError, InputError, KvdriftError
+from kvdrift.evaluation.scorers import Scorer, scorer_of
 from kvdrift.evaluation.task import Item, Scored, items_hash
 from kvdrift.settings import settings_of
 
 Rows = str | os.PathLike[str] | Iterable[Mapping[str, Any] | str]
-Scorer = Callable[[str, Item], Scored | bool]
 
 
 @dataclass(frozen=True)
@@ -87,17 +87,6 @@ def read_rows(source: Rows) -> list[Row]:
     return rows
 
 
-def match(text: str, item: Item) -> Scored:
-    """Score a whole text: right if it is the answer, ignoring case, runs of white space and one final full stop.
-
-    Examples
-    --------
-    >>> match(" Paris.\\n", Item("1", "The capital of France is", answer="paris"))
-    Scored(answer='Paris.', correct=True)
-    """
-    return Scored(text.strip(), _normalised(text) == _normalised(item.answer or ""))
-
-
 class JsonlTask:
     """Your own prompts, and answers if there are any, as a task.
 
@@ -113,8 +102,9 @@ class JsonlTask:
     stop
         Strings that end a text, such as ``("\\n",)`` for answers of one line.
     scorer
-        ``scorer(text, item)`` returns a `Scored`, or whether the text is right. It is asked only about items with an
-        answer. Default: `match`, the whole text.
+        One of `kvdrift.evaluation.scorers.SCORERS`: ``"exact"``, ``"normalised"`` (the whole text, as SQuAD compares
+        answers), ``"contains"``, ``"first-number"``, ``"choice"``. Or a function: ``scorer(text, item)`` returns a
+        `Scored`, or whether the text is right. It is asked only about items with an answer.
     chat
         Put the prompts into the tokenizer's chat template.
     name
@@ -123,7 +113,8 @@ class JsonlTask:
     Raises
     ------
     FileError, InputError
-        From a file or a list: see `read_rows`; a missing or unusable value (with line and keys), an id twice.
+        From a file or a list: see `read_rows`; a missing or unusable value (with line and keys), an id twice, an answer
+        that the scorer cannot use. There is no scorer of that name.
 
     Examples
     --------
@@ -144,7 +135,7 @@ class JsonlTask:
         id: str | None = None,
         gold: str | None = None,
         stop: Sequence[str] = (),
-        scorer: Scorer = match,
+        scorer: str | Scorer = "normalised",
         chat: bool = False,
         name: str | None = None,
     ) -> None:
@@ -152,7 +143,8 @@ class JsonlTask:
         answer_key, id_key, gold_key = _key(rows, answer, "answer"), _key(rows, id, "id"), _key(rows, gold, "gold")
         self.name = name or (Path(source).stem if isinstance(source, str | os.PathLike) else "prompts")
         self.stop = stop_strings(stop)
-        self._scorer = scorer
+        self.scorer = scorer
+        self._score = scorer_of(scorer)
         self._items = []
         for i, row in enumerate(rows):
             asked = _prompt(row, prompt, chat)
@@ -163,6 +155,9 @@ class JsonlTask:
                 raise row.refuse(f"{id_key!r} is null; give every item an id, or none.")
             self._items.append(Item(named, asked, right, told, chat))
         refuse_repeated_ids(rows, self._items)
+        if isinstance(scorer, str):
+            for row, item in zip(rows, self._items, strict=True):
+                _refuse_unusable(row, item, self._score)
 
     def items(self) -> list[Item]:
         """All items, in the order of the file."""
@@ -178,7 +173,7 @@ class JsonlTask:
         """
         if item.answer is None:
             return Scored(None, None)
-        scored = self._scorer(text, item)
+        scored = self._score(text, item)
         if isinstance(scored, Scored):
             return scored
         if scored not in (True, False):
@@ -187,7 +182,7 @@ class JsonlTask:
 
     def settings(self) -> dict[str, Any]:
         """What decides items and scores: a hash of the items, the scorer, the stop strings."""
-        return {"items": items_hash(self._items), "stop": list(self.stop), "scorer": settings_of(self._scorer)}
+        return {"items": items_hash(self._items), "stop": list(self.stop), "scorer": settings_of(self.scorer)}
 
 
 def stop_strings(stop: Sequence[str]) -> tuple[str, ...]:
@@ -210,6 +205,16 @@ def refuse_repeated_ids(rows: Sequence[Row], items: Sequence[Item]) -> None:
         if item.id in first:
             raise row.refuse(f"the id {item.id!r} is that of {first[item.id].where} too; ids must be unique.")
         first[item.id] = row
+
+
+def _refuse_unusable(row: Row, item: Item, scorer: Scorer) -> None:
+    """Raise if a scorer can do nothing with an item's answer: before anything has run, with where it stands."""
+    if item.answer is None:
+        return
+    try:
+        scorer(item.answer, item)
+    except InputError as error:
+        raise row.refuse(str(error)) from error
 
 
 def _file_rows(path: Path) -> list[Row]:
@@ -277,10 +282,6 @@ def _continuing(prompt: str | list[int], answer: str | None, chat: bool) -> str 
     if answer is None or chat or (isinstance(prompt, str) and prompt[-1].isspace()):
         return answer
     return f" {answer}"
-
-
-def _normalised(text: str) -> str:
-    return " ".join(text.casefold().split()).removesuffix(".")
 
 
 def _short(value: object) -> str:

@@ -221,7 +221,7 @@ class ItemRunner:
 
     def _check(self, logits: Tensor, consumed: list[int], run: Run) -> None:
         if leaves_finite(logits):
-            raise explain_nonfinite(run.model, consumed, run.attn)
+            raise explain_nonfinite(run, consumed)
 
     # --- text
 

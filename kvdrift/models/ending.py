@@ -13,7 +13,8 @@ UNUSED_TEMPLATE = (
     "the model has a chat template and the text prompts went in without it; chat=True (at a terminal --chat) uses it"
 )
 """The note of a result whose prompts were put to an instruct model as they are."""
-_GO_ON = "go on past the end (ignore_eos=True, --ignore-eos) or give the tokens to follow (tokens=…)"
+_GO_ON = "go on past the end (ignore_eos=True, --ignore-eos)"
+_FOLLOW = " or give the tokens to follow (tokens=…)"
 _CHAT = "put the prompt into the model's chat template (chat=True, --chat), "
 
 
@@ -65,9 +66,17 @@ def after(counts: Sequence[int]) -> str:
     return f"after {least if least == most else f'{least} to {most}'} token{'' if most == 1 else 's'}"
 
 
-def way_on(notes: Sequence[str]) -> str:
-    """What to do about a text that ended too early, as a sentence; the chat template only where it was left out."""
-    said = f"{_CHAT if UNUSED_TEMPLATE in notes else ''}{_GO_ON}."
+def way_on(notes: Sequence[str], follow: bool = True) -> str:
+    """What to do about a text that ended too early, as a sentence; the chat template only where it was left out.
+
+    Parameters
+    ----------
+    notes
+        Those of the result.
+    follow
+        Whether the verb takes tokens to follow.
+    """
+    said = f"{_CHAT if UNUSED_TEMPLATE in notes else ''}{_GO_ON}{_FOLLOW if follow else ''}."
     return said[0].upper() + said[1:]
 
 

@@ -87,7 +87,7 @@ class Live:
         finally:
             self.tap.enabled = False
         if leaves_finite(step.logits):
-            raise explain_nonfinite(self.run.model, tokens, self.run.attn)
+            raise explain_nonfinite(self.run, tokens)
         values = self.tap.take() if watch else {}
         narrow = self.tap.where == "current"
         shaped = {

@@ -78,7 +78,7 @@ class Recording:
                     self.tap.consumed.clear()
                     step = run.step(tokens[-1] if number else None)
                     if leaves_finite(step.logits):
-                        raise explain_nonfinite(self.model, tokens, run.attn)
+                        raise explain_nonfinite(run, tokens)
                     if number == 0:
                         self._allocate(self.tap.steps, n_steps, n_prompt + n_steps - 1)
                     self._fill(number, self.tap.steps, run, step.position)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from kvdrift.backends.transformer_lens import plain_name
 from kvdrift.errors import NonFiniteError
-from kvdrift.tracing.sites import BLOCK_SITES
-from kvdrift.tracing.tap import Tap
+from kvdrift.tracing.sites import BLOCK_SITES, HEAD_SITES
+from kvdrift.tracing.tap import Tap, Values
 
 if TYPE_CHECKING:
     from kvdrift.models.model import Model
+    from kvdrift.paths.path import Run
 
 _ORDER = ("resid_pre", "q", "k", "v", "z", "attn_out", "resid_mid", "mlp_out", "resid_post")
 
@@ -32,17 +34,18 @@ def leaves_finite(logits: Tensor) -> bool:
     return not bool(logits.max() < torch.inf)
 
 
-def explain_nonfinite(model: Model, tokens: Sequence[int], attn: str | None = None) -> NonFiniteError:
+def explain_nonfinite(run: Run, tokens: Sequence[int]) -> NonFiniteError:
     """Run ``tokens`` once more and say where the first value that is not finite comes from.
+
+    The run's own path reads them, with its cache, chunks, padding and controls: as one prompt, and if that stays
+    finite, one by one.
 
     Parameters
     ----------
-    model
-        The model that produced it.
+    run
+        The run that produced it.
     tokens
-        The tokens it had consumed.
-    attn
-        The attention implementation it ran with, if not its own.
+        The tokens it had consumed, the prompt and those after it.
 
     Returns
     -------
@@ -50,37 +53,133 @@ def explain_nonfinite(model: Model, tokens: Sequence[int], attn: str | None = No
         To be raised: names the weight that is not finite, or the layer and site where the first such value
         appeared with the largest finite value before it, and what to do.
     """
-    weight = next((plain_name(name) for name, w in model.hf.named_parameters() if not w.isfinite().all()), None)
+    model = run.model
+    weight = broken_weight(model)
     if weight is not None:
-        return NonFiniteError(
-            f"The weights of {model.name} are broken: {weight} holds NaN or infinity; load them again, or in "
-            "another dtype if they were cast."
-        )
+        return NonFiniteError(weight)
+    path: Any = getattr(run, "path", None)
+    for n_prompt in (len(tokens), 1) if path is not None else ():
+        with watch_all(model) as tap:
+            again = path.start(model, list(tokens[:n_prompt]), run.controls)
+            try:
+                logits = again.step().logits
+                for token in tokens[n_prompt:]:
+                    logits = again.step(token).logits
+            finally:
+                again.close()
+        found = first_nonfinite(tap.steps)
+        if found is not None and leaves_finite(logits):
+            padding = int(getattr(path, "left_padding", 0))
+            return NonFiniteError(f"{found.told(model, padding)}; {found.advice(model, padding)}.")
+        if leaves_finite(logits):
+            largest, at = largest_finite(tap.steps)
+            return NonFiniteError(
+                f"{model.name} in {model.dtype_name} gives logits that are not finite although every block is "
+                f"(largest value {largest:.4g}, {at}); look at the final norm and the LM head."
+            )
+    return NonFiniteError(
+        f"A path gives values that are not finite, but {model.name} in {model.dtype_name} does not when the path reads "
+        "the same tokens again: look at the path's own cache, attention and controls."
+    )
+
+
+def broken_weight(model: Model) -> str | None:
+    """A sentence on the first weight that holds NaN or infinity; None if all are finite."""
+    weight = next((plain_name(name) for name, w in model.hf.named_parameters() if not w.isfinite().all()), None)
+    if weight is None:
+        return None
+    return (
+        f"The weights of {model.name} are broken: {weight} holds NaN or infinity; load them again, or in "
+        "another dtype if they were cast."
+    )
+
+
+def watch_all(model: Model) -> Tap:
+    """A tap on everything that `first_nonfinite` looks at, in every pass."""
     sites = dict.fromkeys(site for site in (*BLOCK_SITES, "q", "k", "v", "z") if site in model.coverage.sites)
-    ids = torch.tensor([list(tokens)], device=model.device)
-    with model.evaluating(), model.backend.attention(attn), Tap(model, sites, where="all", kv_where="all") as tap:
-        logits = model.backend.forward(ids, 0)
-    advice = "use dtype='bfloat16' or 'float32'" if model.dtype == torch.float16 else "use dtype='float64'"
+    return Tap(model, sites, where="all", kv_where="all", keep=True)
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """The first value that is not finite.
+
+    Attributes
+    ----------
+    number
+        In which pass, counted from 0.
+    layer, site
+        Where in it.
+    row
+        Its row among those of the pass (of ``k`` and ``v``: among the keys read), counted from 0.
+    largest, at
+        The largest finite value up to there, and where that is.
+    """
+
+    number: int
+    layer: int
+    site: str
+    row: int
+    largest: float
+    at: str
+
+    def padded(self, padding: int) -> bool:
+        """Whether it is in a row of left padding of so many tokens, which the first pass holds."""
+        return self.row < padding and (self.number == 0 or self.site in ("k", "v"))
+
+    def told(self, model: Model, padding: int = 0) -> str:
+        """A clause on where it is."""
+        row = " in the rows of left padding" if self.padded(padding) else ""
+        return (
+            f"{model.name} in {model.dtype_name} leaves the finite numbers at {self.site} of layer {self.layer}{row}: "
+            f"the largest finite value up to there is {self.largest:.4g} ({self.at}), and {model.dtype_name} ends at "
+            f"{torch.finfo(model.dtype).max:.4g}"
+        )
+
+    def advice(self, model: Model, padding: int = 0) -> str:
+        """What to do, in a clause: another dtype helps only where the values come near the end of this one."""
+        if self.overflows(model):
+            narrow = model.dtype == torch.float16
+            return f"use {'dtype=bfloat16 or float32' if narrow else 'dtype=float64'}"
+        stored = "the path's own cache and at " if self.site in ("k", "v") else ""
+        what = f"look at {stored}what makes {self.site} in layer {self.layer}"
+        if self.padded(padding):
+            what += " of rows that the mask hides whole"
+        return f"{what}, since no value before it comes near that end: another dtype will not help"
+
+    def overflows(self, model: Model) -> bool:
+        """Whether a product of two values of this size leaves the dtype's range."""
+        return self.largest**2 > torch.finfo(model.dtype).max
+
+
+def first_nonfinite(passes: Iterable[Values]) -> NonFinite | None:
+    """The first value that is not finite, pass by pass in the order of computation, in any row."""
     largest, at = 0.0, "the embeddings"
-    for layer in range(len(model.tree.blocks)):
-        for site in (site for site in _ORDER if layer in tap.values.get(site, {})):
-            value = tap.values[site][layer]
+    for number, values in enumerate(passes):
+        for layer, site, value in _in_order(values):
             finite = value.isfinite()
             peak = float(value[finite].abs().max()) if finite.any() else 0.0
             if peak > largest:
                 largest, at = peak, f"{site} of layer {layer}"
             if not finite.all():
-                return NonFiniteError(
-                    f"{model.name} in {model.dtype_name} leaves the finite numbers at {site} of layer {layer}: "
-                    f"the largest finite value up to there is {largest:.4g} ({at}), and {model.dtype_name} ends at "
-                    f"{torch.finfo(model.dtype).max:.4g}; {advice}."
-                )
-    if logits.isfinite().all():
-        return NonFiniteError(
-            f"A path gives values that are not finite, but {model.name} in {model.dtype_name} does not when it reads "
-            "the same tokens plainly, without a cache: look at the path's own cache, attention and controls."
-        )
-    return NonFiniteError(
-        f"{model.name} in {model.dtype_name} gives logits that are not finite although every block is (largest "
-        f"value {largest:.4g}, {at}); {advice}."
-    )
+                axis = value.dim() - 2 if site in HEAD_SITES else 1
+                others = [other for other in range(value.dim()) if other != axis]
+                row = int((~finite).sum(others).bool().int().argmax())
+                return NonFinite(number, layer, site, row, largest, at)
+    return None
+
+
+def largest_finite(passes: Iterable[Values]) -> tuple[float, str]:
+    """The largest finite value of some passes, and where it is."""
+    found = [
+        (float(value[value.isfinite()].abs().max()), f"{site} of layer {layer}")
+        for values in passes
+        for layer, site, value in _in_order(values)
+        if value.isfinite().any()
+    ]
+    return max(found, default=(0.0, "the embeddings"))
+
+
+def _in_order(values: Values) -> list[tuple[int, str, Tensor]]:
+    layers = sorted({layer for of_site in values.values() for layer in of_site})
+    return [(layer, site, values[site][layer]) for layer in layers for site in _ORDER if layer in values.get(site, {})]

@@ -320,6 +320,8 @@ def _find_added(
     for watch in watched:
         if layer not in watch.inputs or layer not in watch.outputs:
             return None
+        if not watch.outputs[layer].isfinite().any():  # any two terms add up to NaN: it shows nothing
+            continue
         outputs = [event for event in watch.events[layer] if event.kind == "output"]
         names |= {id(event.module): event.module for event in outputs}
         here: dict[tuple[int, int, float], None] = {}

@@ -70,6 +70,41 @@ def test_without_a_folder_nothing_is_written(asked, tmp_path, monkeypatch, capsy
     assert "greedy" in capsys.readouterr().out
 
 
+def test_scorer_answer_key_and_stop_strings(folder, tmp_path, capsys):
+    file = tmp_path / "mine.jsonl"
+    file.write_text(json.dumps({"prompt": "how many is one plus two ?", "right": "three"}) + "\n")
+    asked = [
+        "evaluate",
+        str(folder),
+        "--task",
+        "prompts",
+        "--data",
+        str(file),
+        *QUICK,
+        "--answer-key",
+        "right",
+        "--json",
+    ]
+    assert main(asked) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["conditions"][0]["accuracy_a"]["n"] == 1
+    assert "no answer of either path is right" in values["notes"][0]
+    store = ["--store", str(tmp_path / "out")]
+    assert main([*asked, *store, "--scorer", "contains", "--stop", "\\n", "--stop", "Question:"]) == 0
+    settings = json.loads((tmp_path / "out" / "settings.json").read_text())
+    assert "contains" in json.dumps(settings)
+    assert json.dumps(["\n", "Question:"]) in json.dumps(settings)
+    capsys.readouterr()
+    assert main([*asked, *store, "--scorer", "exact", "--stop", "\\n", "--stop", "Question:"]) == 1
+    assert "contains there, exact here" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("option", [["--scorer", "exact"], ["--stop", "x"], ["--answer-key", "a"]])
+def test_what_belongs_to_prompts_is_refused_for_gsm8k(folder, data, capsys, option):
+    assert main(["evaluate", str(folder), "--data", str(data), *option]) == 1
+    assert f"{option[0]} belongs to --task prompts" in " ".join(capsys.readouterr().err.split())
+
+
 def test_gsm8k_from_a_file(folder, tmp_path, capsys):
     file = tmp_path / "test.jsonl"
     rows = [{"question": "How many is one plus two?", "answer": "one plus two is <<1+2=3>>3\n#### 3"}] * 2
@@ -151,11 +186,11 @@ def test_options_reach_the_evaluation(asked, monkeypatch, capsys):
     monkeypatch.setattr(evaluating, "evaluate", spy)
     arguments = [
         "--strategy", "top-k 7", "--null", "2", "--limit", "2", "--seeds", "0,3-4", "--gold", "none", "--seed", "5",
-        "--stop-at-divergence", "--workers", "2", "--address", "auto", "--engine", "ray",
+        "--stop-at-divergence", "--ignore-eos", "--workers", "2", "--address", "auto", "--engine", "ray",
     ]  # fmt: skip
     assert main([*asked, *arguments]) == 130
     expected = {
-        "null": 2, "limit": 2, "max_new_tokens": 3, "gold": False, "stop_at_divergence": True, "engine": "ray",
+        "null": 2, "limit": 2, "max_new_tokens": 3, "gold": False, "stop_at_divergence": True, "ignore_eos": True, "engine": "ray",
         "workers": 2, "address": "auto", "seed": 5, "store": None, "dtype": "float32",
     }  # fmt: skip
     assert {name: seen[name] for name in expected} == expected
@@ -177,6 +212,9 @@ def test_options_reach_the_evaluation(asked, monkeypatch, capsys):
         (["--null", "-1"], 2, "--null"),
         (["--engine", "slurm"], 2, "--engine"),
         (["--task", "riddles"], 2, "--task"),
+        (["--scorer", "rouge"], 2, "--scorer"),
+        (["--scorer", "choice"], 1, "no letter from A to J"),
+        (["--answer-key", "right"], 1, "there is no 'right'"),
         (["--workers", "2"], 1, "workers= and address= are for engine='ray'"),
         (["--max-new-tokens", "100000"], 1, "Item '0' of questions"),
         (["--chat"], 1, "has no chat template"),

@@ -3,12 +3,13 @@
 import json
 
 import pytest
+import torch
 
 import kvdrift as kd
 from kvdrift.controls.self_test import Failure
 from kvdrift.diagnosis.cases import Case
 from kvdrift.diagnosis.decide import decide
-from kvdrift.diagnosis.evidence import Evidence, Excuse, Finding
+from kvdrift.diagnosis.evidence import Evidence, Excuse, Finding, NonFiniteFinding
 from kvdrift.diagnosis.float64 import Float64
 from kvdrift.diagnosis.locate import Where
 from kvdrift.diagnosis.lockstep import Moment
@@ -39,6 +40,7 @@ def verdict(tiny_model, **evidence):
     return decide(Evidence(**given), tiny_model("llama"), ON, OFF)
 
 
+LOSS = Excuse("lossy", "8 bits")
 FAILURE = Failure("operator", "mm", "a row has other bits")
 
 
@@ -52,12 +54,17 @@ FAILURE = Failure("operator", "mm", "a row has other bits")
         ({"findings": [finding(excuse=Excuse("lossy", "8 bits"))]}, "lossy"),
         ({"findings": [finding(excuse=Excuse("by_design", "NTK"))]}, "by_design"),
         ({"findings": [finding(excuse=Excuse("by_design", "NTK")), finding()]}, "bug"),
-        ({"nonfinite": ("NaN.", None), "findings": [finding()]}, "nonfinite"),
+        ({"nonfinite": NonFiniteFinding("NaN.", None, "Look."), "findings": [finding()]}, "nonfinite"),
+        ({"repeats": ["cache-ON"], "findings": [finding("crash")]}, "bug"),
         ({"repeats": ["cache-ON"], "findings": [finding()]}, "nondeterministic"),
         ({"repeats": ["cache-ON"], "findings": [finding("witness")]}, "nondeterministic"),
         ({"repeats": ["cache-ON"], "findings": [finding("visibility")]}, "bug"),
         ({"repeats": ["cache-ON"], "findings": [finding("stale")]}, "bug"),
-        ({"self_test": [FAILURE], "arm_differs": True, "findings": [finding()]}, "inconclusive"),
+        ({"self_test": [FAILURE], "arm_differs": True}, "inconclusive"),
+        ({"self_test": [FAILURE], "arm_differs": True, "findings": [finding()]}, "bug"),  # float64 has confirmed it
+        ({"self_test": [FAILURE], "arm_differs": True, "findings": [finding("generate")]}, "inconclusive"),
+        ({"self_test": [FAILURE], "findings": [finding("generate")]}, "inconclusive"),
+        ({"self_test": [FAILURE], "arm_differs": True, "findings": [finding(excuse=LOSS)]}, "lossy"),
         ({"self_test": [FAILURE], "arm_differs": True, "findings": [finding("visibility")]}, "bug"),
         ({"self_test": [FAILURE], "arm_differs": True, "findings": [finding("operator")]}, "bug"),
         ({"unsettled": ["open."]}, "inconclusive"),
@@ -74,6 +81,28 @@ def test_every_kind_has_a_meaning_and_an_exit_code():
     assert codes[0] == {"exact", "rounding", "lossy", "by_design"}
     assert codes[1] == {"bug", "nonfinite", "nondeterministic"}
     assert codes[2] == {"inconclusive"}
+
+
+def test_excused_findings_are_not_said_to_be_as_they_should(tiny_model):
+    seen = [finding("visibility", excuse=Excuse("by_design", "it looks ahead"))]
+    counts = {"counts": {"native": 3, "arm": 3, "visibility": 9, "witness": 4}}
+    reasons = verdict(tiny_model, repeats=["cache-ON"], findings=seen, **counts).reasons
+    assert not any("see the positions that they should" in reason for reason in reasons)
+    assert any(reason.startswith("Of 9 distinct attention calls 1 see other positions") for reason in reasons)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "attn", "said"),
+    [
+        ("bfloat16", "sdpa", "in float32 on the CPU or with attn='eager'."),
+        ("float32", "sdpa", "with attn='eager'."),
+        ("float32", "eager", "in float64 (dtype=float64)."),
+    ],
+)
+def test_advice_is_not_what_was_run(dtype, attn, said, tiny_model):
+    model = tiny_model("llama", dtype=getattr(torch, dtype), attn=attn)
+    open_question = decide(Evidence(unsettled=["open."]), model, ON, OFF)
+    assert open_question.suggestion == f"Diagnose again {said}"
 
 
 def test_the_place_is_the_arms_where_it_has_one(tiny_model):

@@ -9,6 +9,7 @@ from transformers import DiffLlamaConfig, DiffLlamaForCausalLM, DynamicCache
 
 import kvdrift as kd
 from kvdrift.controls import cast_copy
+from kvdrift.controls.self_test import Failure
 from kvdrift.diagnosis import cases, gather
 from kvdrift.errors import InputError
 from kvdrift.testing import assert_cache_equivalent
@@ -159,16 +160,27 @@ def test_a_shared_cache_is_stale():
     assert verdict.suggestion == "Make a new cache for every prompt."
 
 
-def test_a_failed_self_test_convicts_nobody(monkeypatch):
-    from kvdrift.controls.self_test import Failure
-
-    monkeypatch.setattr(
-        gather, "self_test", lambda model, control: [Failure("operator", "mm of [16, 16]", "rows differ")]
-    )
+def test_a_failed_self_test_overrules_nothing_that_does_not_rest_on_it(monkeypatch):
+    failure = Failure("operator", "mm of [16, 16]", "rows differ")
+    monkeypatch.setattr(gather, "self_test", lambda model, control: [failure])
     verdict = diagnose(small(), a=kd.CacheOn(cache=Coarse))
-    assert verdict.kind == "inconclusive"
-    assert verdict.exit_code == 2
+    assert verdict.kind == "bug"
     assert any("failed its self-test: mm" in reason for reason in verdict.reasons)
+    assert "The verdict does not rest on the control." in verdict.reasons
+
+
+def test_a_failed_self_test_convicts_nobody(monkeypatch):
+    """The arm differs, by a row that is computed otherwise beside others, and float64 sees nothing."""
+    model = small()
+
+    def rounds(_module, _args, output):
+        return output if output.dtype == torch.float64 or output.shape[1] > 1 else output * (1 + 2**-22)
+
+    with hooked(model.model.layers[0].mlp.register_forward_hook(rounds)):
+        verdict = diagnose(model)
+    assert verdict.kind == "inconclusive", str(verdict)
+    assert verdict.exit_code == 2
+    assert verdict.suggestion == "Diagnose again with attn='eager'."
 
 
 def test_generate_is_held_against_forward():

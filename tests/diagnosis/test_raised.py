@@ -98,7 +98,7 @@ def test_a_crash_in_a_crop_is_a_bug_after_a_crop(error):
     cache = type("Cache", (Uncroppable,), {"error": error})
     verdict = diagnose(small(), a=kd.CacheOn(cache=cache))
     assert verdict.kind == "bug", str(verdict)
-    assert verdict.signature == ("after a crop",)
+    assert verdict.signature[0] == "after a crop"
 
 
 class Refusing(Uncroppable):
@@ -153,7 +153,7 @@ def test_lack_of_memory_is_no_fault(error):
     with raising(model, lambda n: n == 14, error):
         verdict = diagnose(model, prompts=[PROMPT[:6], PROMPT[:11]])
     assert verdict.equivalent, str(verdict)
-    assert "prompt 1: memory does not suffice." in verdict.not_examined
+    assert any("prompt 1" in case and case.endswith(": memory does not suffice.") for case in verdict.not_examined)
 
 
 def test_an_interruption_goes_through(hooks):

@@ -199,6 +199,35 @@ def test_answers_are_scored(half):
     assert (found.conditions[0].accuracy_a.events, found.conditions[0].accuracy_a.n) == (1, 2)
 
 
+def test_texts_of_which_none_is_right_are_a_note_with_an_example(half):
+    usual = {"null": 0, "max_new_tokens": 3, "strategies": "greedy", "limit": None}
+    text = run(half, ["w004 w002"], **usual).records[0].trials[0].a.text
+    row = {"prompt": "w004 w002", "answer": text.split()[0]}
+    found = run(half, [row], **usual)
+    assert len(found.notes) == 1
+    note = found.notes[0]
+    assert note.startswith("no answer of either path is right in 2 texts, so nothing is known about a direction: ")
+    assert f"the first text is {text!r}, " in note
+    assert f"where the answer is {row['answer']!r}, held against it by the scorer 'normalised'" in note
+    assert "--scorer" in note
+    assert f"! {note[:40]}" in found.summary()
+    assert run(half, kd.JsonlTask([row], scorer="contains"), **usual).notes == ()
+    assert run(half, kd.JsonlTask([row], stop=[" "]), **usual).notes == ()
+    assert run(half, [row["prompt"]], **usual).notes == ()  # nothing was to be right
+    own = run(half, kd.JsonlTask([row], scorer=equals), **usual).notes[0]
+    assert "--scorer" not in own
+
+
+def test_texts_that_are_all_empty_are_the_only_note(word_model):
+    model = word_model()
+    first = model.hf(torch.tensor([model.encode("w004 w002")])).logits[0, -1].argmax()
+    model.hf.generation_config.eos_token_id = int(first)
+    found = run(model, [{"prompt": "w004 w002", "answer": "w007"}], null=0, strategies="greedy", limit=None)
+    assert found.notes == (
+        "the model ended every text after 0 tokens. Go on past the end (ignore_eos=True, --ignore-eos).",
+    )
+
+
 # --- the null
 
 
@@ -488,6 +517,7 @@ ROWS = [{"prompt": [1, 2, 3], "answer": "4"}]
         ({"strategies": Penalised(1.0)}, {"strategies": Penalised(1.5)}, r"sampling\.0\.penalty: 1\.0 there, 1\.5"),
         ({"strategies": Penalised(1.0, equals)}, {"strategies": Penalised(1.0, contains)}, r"sampling\.0\.rank"),
         ({"task": kd.JsonlTask(ROWS, scorer=contains)}, {"task": kd.JsonlTask(ROWS, scorer=equals)}, r"task\.scorer"),
+        ({"task": kd.JsonlTask(ROWS)}, {"task": kd.JsonlTask(ROWS, scorer="exact")}, "normalised there, exact here"),
         ({"a": kd.CacheOn(prefill_chunk=2)}, {"a": kd.CacheOn(prefill_chunk=1)}, r"a\.path\.prefill_chunk"),
     ],
 )  # fmt: skip

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from kvdrift.errors import FileError, InputError
-from kvdrift.evaluation.jsonl import JsonlTask, match
+from kvdrift.evaluation.jsonl import JsonlTask
 from kvdrift.evaluation.task import Item, Scored, items_hash
 
 
@@ -52,10 +52,21 @@ def test_in_a_chat_the_gold_text_starts_the_turn():
 
 @pytest.mark.parametrize(
     ("text", "correct"),
-    [("Paris", True), ("  paris.\n", True), ("New  Paris", False), ("Paris..", False), ("", False)],
+    [("Paris", True), ("  paris.\n", True), ("New  Paris", False), ("Paris. It is", False), ("", False)],
 )
-def test_match_compares_the_whole_text(text, correct):
-    assert match(text, Item("1", "?", answer="Paris")).correct is correct
+def test_the_whole_text_is_compared_unless_another_scorer_is_chosen(text, correct):
+    task = JsonlTask([{"prompt": "?", "answer": "Paris"}])
+    assert task.score(text, task.items()[0]).correct is correct
+
+
+def test_a_scorer_by_name_refuses_answers_that_it_cannot_use_where_they_stand(written):
+    file = written({"prompt": "?", "answer": "B"}, {"prompt": "?", "answer": "Paris"})
+    with pytest.raises(FileError, match=r"line 2: The answer 'Paris' of item 1 is no letter from A to J"):
+        JsonlTask(file, scorer="choice")
+    with pytest.raises(FileError, match=r"line 1: There is no number in the answer 'B'"):
+        JsonlTask(file, scorer="first-number")
+    with pytest.raises(InputError, match="scorer='fuzzy': choose one of 'exact', 'normalised', 'contains'"):
+        JsonlTask(file, scorer="fuzzy")
 
 
 def test_a_scorer_of_ones_own():
@@ -88,9 +99,10 @@ def test_settings_change_with_items_scorer_and_stop_strings():
         JsonlTask(rows, scorer=is_one),
         JsonlTask(rows, scorer=is_two),
         JsonlTask(rows, chat=True),
+        JsonlTask(rows, scorer="contains"),
     ]
     found = [json.dumps(task.settings()) for task in others]
-    assert len({json.dumps(base), *found}) == 6
+    assert len({json.dumps(base), *found}) == 7
 
 
 def test_items_hash_knows_order_and_fields():

@@ -147,4 +147,4 @@ def test_one_prompt_and_one_step(made_ladder):
     assert lonely.reading() == ["No step after step 0, the prefill, was measured: ask for more new tokens."]
     assert math.isnan(lonely.mean("float32").value)
     json.dumps(lonely.to_dict(), allow_nan=False)
-    assert "no step after step 0" in repr(lonely)
+    assert "No step after step 0" in repr(lonely)

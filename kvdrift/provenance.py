@@ -200,6 +200,7 @@ def _model(model: Any) -> dict[str, Any]:
     config = module.config
     return {
         "name": Path(str(model.name)).name if os.path.isabs(str(model.name)) else str(model.name),
+        **({} if model.weights is None else {"weights": model.weights}),
         "class": type(module).__name__,
         "parameters": sum(p.numel() for p in parameters.values()),
         "weight_dtypes": sorted({_short(p.dtype) for p in parameters.values()}),

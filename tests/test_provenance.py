@@ -9,8 +9,12 @@ import pytest
 import torch
 
 from kvdrift import provenance
+from kvdrift.controls.precision import cast_copy
+from kvdrift.drift.compare import compare
+from kvdrift.models import presets
 from kvdrift.models.load import load
 from kvdrift.models.tiny import tiny
+from kvdrift.report import write_report
 
 
 def test_everything_is_json_and_names_no_person_and_no_folder():
@@ -80,3 +84,27 @@ def test_precision_set_by_the_newer_flags_is_collected():
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() in ("False", "ieee")
+
+
+@pytest.mark.parametrize(
+    ("preset", "words"),
+    [
+        ("smollm2-135m", "SmolLM2-135M-Instruct, dequantised from Q4_1"),
+        ("gemma3-270m", "Gemma 3 270M base, dequantised from Q4_K_M"),
+    ],
+)
+def test_what_a_presets_weights_are_is_told_wherever_it_is_named(preset, words, tmp_path, monkeypatch):
+    tiny("llama").save_pretrained(tmp_path / "weights")
+    monkeypatch.setattr(presets, "resolve", lambda name, progress: tmp_path / "weights")
+    model = load(preset, dtype="float32", quiet=True)
+    assert repr(model).startswith(f"{preset} ({words}) · float32")
+    assert words in presets.PRESETS[preset].description
+    assert provenance.collect(model)["models"][0]["weights"] == words
+    copy = model.around(cast_copy(model.hf, torch.bfloat16))
+    assert provenance.collect(copy)["models"][0]["weights"] == words
+    drift = compare(model, [1, 2, 3], max_new_tokens=2, floor=0, local=False, progress=False)
+    assert f" · {words}" in write_report(tmp_path / "r.html", drift).read_text(encoding="utf-8")
+
+
+def test_other_models_have_no_such_entry():
+    assert "weights" not in provenance.collect(load(tiny("llama"), quiet=True))["models"][0]

@@ -29,6 +29,7 @@ def list_presets(
                 "source": preset.source,
                 "licence": preset.licence,
                 "cached": cached[preset.name],
+                "weights": preset.weights,
                 "description": preset.description,
             }
             for preset in PRESETS.values()

@@ -107,6 +107,8 @@ def load(
     elif isinstance(x, (str, Path)):
         model = _from_pretrained(str(x), dtype, device, attn, tokenizer, device_map, quiet)
         name = str(x) if str(x) in presets.PRESETS or not Path(x).is_dir() else str(Path(x).resolve())
+        if name in presets.PRESETS:
+            model.weights = presets.PRESETS[name].weights
         model.source = Source(name, model.device.type, attn, device_map, tokenizer is None)
     else:
         raise InputError(f"kd.load takes a name, a folder or a loaded model, not {type(x).__name__}.")
@@ -122,6 +124,7 @@ def _again(model: Model, tokenizer: Any, repair: bool) -> Model:
     if tokenizer is None or tokenizer is model.tokenizer:
         return model
     other = Model(model.hf, tokenizer, model.name, model.backend)
+    other.weights = model.weights
     other.source = None if model.source is None else replace(model.source, tokenizer=False)
     return other
 

@@ -46,9 +46,12 @@ class Model:
         Where its blocks, embedding, final norm and LM head are.
     source
         Where it was loaded from by name, or None.
+    weights
+        What a preset's weights are, in words, or None.
     """
 
     source: Source | None = None
+    weights: str | None = None
 
     def __init__(
         self, hf: Any, tokenizer: Any = None, name: str | None = None, backend: HFBackend | None = None
@@ -70,7 +73,9 @@ class Model:
         name, tokenizer
             Of the new model; by default this one's.
         """
-        return Model(hf, tokenizer or self.tokenizer, name or self.name, backend=self.backend.around(hf))
+        other = Model(hf, tokenizer or self.tokenizer, name or self.name, backend=self.backend.around(hf))
+        other.weights = self.weights
+        return other
 
     def as_it_is(self) -> Model:
         """This model without any repair that `kvdrift.load` made around its calls; itself where there is none."""
@@ -271,7 +276,8 @@ class Model:
         }
 
     def __repr__(self) -> str:
-        return f"{self.name} · {self.dtype_name} · {self.device} · attn {self.attn}\n{self.architecture}"
+        name = f"{self.name} ({self.weights})" if self.weights else self.name
+        return f"{name} · {self.dtype_name} · {self.device} · attn {self.attn}\n{self.architecture}"
 
     def _repr_html_(self) -> str:
         return markup.block(repr(self).partition("\n")[0], self.architecture._repr_html_())

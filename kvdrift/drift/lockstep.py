@@ -137,7 +137,7 @@ class _Forks(list[Run]):
     def __enter__(self) -> _Forks:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *exception: object) -> None:
         for _ in self.taken():
             pass
 

@@ -1,6 +1,7 @@
 """Every causal language model of the installed transformers, tiny, from its configuration class alone.
 
-General rules make most of them small (`SHAPE`, cut to what a configuration knows); `OVERRIDES` holds what single
+Each is built as transformers builds it by default: no attention or experts implementation is chosen here. General
+rules make most of them small (`SHAPE`, cut to what a configuration knows); `OVERRIDES` holds what single
 ones need beside, and `LEFT_OUT` those that cannot be built or driven, each with its reason in one sentence.
 """
 
@@ -25,6 +26,7 @@ MAX_PARAMETERS = 2e7
 SHAPE: Mapping[str, Any] = {
     # sizes
     "vocab_size": 384,
+    "unpadded_vocab_size": 384,
     "hidden_size": 64,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
@@ -181,6 +183,7 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "lfm2_moe": _CONV_AND_FULL,
     "lfm3": {"layer_types": ["conv", "full_attention", "conv", "sliding_attention"]},
     "mamba2": {"num_heads": 8, "n_groups": 2},
+    "minimax": {"sliding_window": None},  # as by default: its full attention would have a window else
     "mllama": {"text_config": {"cross_attention_layers": []}},  # those run with images alone
     "nemotron_h": {"n_groups": 1},
     "qwen4_exp": {"text_config": _QWEN_4},
@@ -195,6 +198,7 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
         "hash_seed": 0,
         "num_buckets": 2,
     },
+    "xlstm": {"num_heads": 4, "qk_dim_factor": 1.0},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_key_value_heads": 4},
@@ -207,7 +211,6 @@ LEFT_OUT: Mapping[str, str] = {
     "gemma3n": "its vision tower needs timm; its decoder is gemma3n_text",
     "gemma4_assistant": "a drafter that reads its target's keys and values: it has no cache of its own",
     "gemma4_unified_assistant": "a drafter that reads its target's keys and values: it has no cache of its own",
-    "minimax": "recurrent (lightning attention), with a cache class of its own that no DynamicCache replaces",
     "musicgen": "its class takes another configuration than the one it is mapped from, and decodes audio codes",
     "musicgen_melody": "as musicgen",
     "openai-gpt": "has no cache",
@@ -232,6 +235,7 @@ NOTES: Mapping[str, str] = {
     "hrm_text": "kvdrift finds no single list of blocks: two stacks run in turns, several times for each token",
     "jamba": _CHUNKED,
     "mamba": _CHUNKED,
+    "minimax": "its decay tables are kept in float32, where the one for many tokens and the one for a step fit to 1e-8",
     "moshi": "upstream: the mask has no window and the cache has one, so that cached steps see fewer keys",
     "nemotron_h": _STEP_SIZE,
     "xglm": "upstream: its mask is filled by way of float32, which overflows in float64",
@@ -293,7 +297,6 @@ def _values(kind: type[PreTrainedConfig], overrides: Mapping[str, Any]) -> dict[
     values = {**known, **parts, **{k: v for k, v in overrides.items() if k not in parts}}
     if _takes(default, "is_decoder") and not default.is_encoder_decoder:
         values.setdefault("is_decoder", True)
-    values["experts_implementation"] = "eager"
     return values
 
 

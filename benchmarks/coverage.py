@@ -1,18 +1,22 @@
 """Every causal language model of the installed transformers, tiny: what is traced, what is exact, and why not.
 
     python benchmarks/coverage.py                          # all of them, in some minutes on one core
+    python benchmarks/coverage.py --jobs 2                 # on two cores
     python benchmarks/coverage.py llama gemma3_text        # some
     python benchmarks/coverage.py --results rows.jsonl     # keeps rows there, and goes on after an interruption
     python benchmarks/coverage.py --markdown               # the table of docs/coverage.md
     python benchmarks/coverage.py --diagnose               # also the verdict of kd.diagnose, some seconds each
 
-Each model is built from its configuration class with random float32 weights, and decodes a few tokens after a prompt
-beyond its window and the tile. The numbers are the largest relative difference of the logits of cache-ON and
-cache-OFF: as they are (``native``), under `kvdrift.controls.FixedShape` (``fixed``), and in float64 with float32
-casts promoted (``float64``: beyond rounding, the two paths compute different functions).
+Each model is built from its configuration class as transformers builds it by default, with random float32 weights, and
+decodes a few tokens after a prompt beyond its window and the tile. The numbers are the largest relative difference of
+the logits of cache-ON and cache-OFF: as they are (``native``), under `kvdrift.controls.FixedShape` (``fixed``), and in
+float64 with float32 casts promoted and experts one by one (``float64``: beyond rounding, the paths compute different
+functions). Then `kd.compare`, `kd.patch` and, if asked, `kd.diagnose` are called with their default arguments, on
+architectures that are left out of the measurements, too: each runs, or refuses with a sentence of its own; anything
+else is an internal error of kvdrift.
 
-Exits with 1 if fewer than 95 % of the architectures without recurrent parts that use transformers' attention table
-are exact, with native drift above zero, or if one without an explanation is not.
+Exits with 1 if a verb fails otherwise than by refusing, if fewer than 95 % of the architectures without recurrent parts
+that use transformers' attention table are exact, with native drift above zero, or if one without an explanation is not.
 """
 
 from __future__ import annotations
@@ -21,11 +25,14 @@ import argparse
 import gc
 import json
 import math
+import multiprocessing
 import sys
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,6 +46,7 @@ from transformers.utils import logging as transformers_logging
 import kvdrift as kd
 from kvdrift.controls import cast_copy, promote_float32
 from kvdrift.controls.fixed_shape import FixedShape, not_covered
+from kvdrift.errors import InternalError, KvdriftError, one_line
 from kvdrift.models.model import Model
 from kvdrift.tracing.seam import AttentionCall, Order, Output, seam
 from kvdrift.tracing.sites import ALL_SITES, PATTERN
@@ -47,6 +55,7 @@ PROMPT = (5, 9, 100, 33, 7, 8, 250, 301, 12, 44, 77, 21, 200, 5, 6, 7, 9, 3)  # 
 FOLLOW = (50, 51, 52, 53, 54)
 TARGET = 0.95
 SAME_FUNCTION = 1e-9  # relative difference in float64
+REFUSED, INTERNAL = "refused", "internal error"
 
 
 @dataclass(frozen=True)
@@ -76,8 +85,13 @@ class Row:
         Sites that at least one layer does not give.
     native, fixed, float64
         Relative differences, NaN where not measured.
+    compare, patch
+        ``"runs"``, ``"refused"`` or ``"internal error"``; empty if the model cannot be built.
     verdict, evidence
-        What `kvdrift.diagnose` says, and its reasons where that is not ``exact`` or ``rounding``; empty if not asked.
+        What `kvdrift.diagnose` says, ``"refused"`` or ``"internal error"``, and its reasons where that is not ``exact``
+        or ``rounding``; empty if not asked.
+    said
+        What a verb that did not run said, by its name.
     seconds
         What it took.
     """
@@ -94,8 +108,11 @@ class Row:
     native: float = math.nan
     fixed: float = math.nan
     float64: float = math.nan
+    compare: str = ""
+    patch: str = ""
     verdict: str = ""
     evidence: tuple[str, ...] = ()
+    said: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
 
     @property
@@ -111,6 +128,16 @@ class Row:
     def exact(self) -> bool:
         """Whether the paths agree in every bit under fixed shape, while they do not as they are."""
         return self.fixed == 0 and self.native > 0
+
+    def outcome(self, verb: str) -> str:
+        """``"runs"``, ``"refused"``, ``"internal error"``, or empty if a verb was not called."""
+        found = self.verdict if verb == "diagnose" else getattr(self, verb)
+        return found if found in ("", REFUSED, INTERNAL) else "runs"
+
+    @property
+    def broken(self) -> bool:
+        """Whether a verb failed otherwise than by refusing."""
+        return INTERNAL in (self.compare, self.patch, self.verdict)
 
     @property
     def why(self) -> str:
@@ -142,20 +169,52 @@ class TableCalls:
 
 
 def examine(name: str, diagnose: bool = False) -> Row:
-    """Build one architecture and measure it; what goes wrong is part of the row."""
+    """Build one architecture, measure it and call the verbs on it; what goes wrong is part of the row."""
+    quiet()
+    start, found = time.perf_counter(), dict[str, Any]()
     if name in LEFT_OUT:
-        return Row(name, "left out", LEFT_OUT[name])
-    start, found, stage = time.perf_counter(), {}, iter(_stages(name, diagnose))
+        found |= {"stopped": "left out", "reason": LEFT_OUT[name]}
+    else:
+        try:
+            for values in _stages(name):
+                found |= values
+            del found["stopped"]
+        except Exception as error:
+            found["reason"] = f"{type(error).__name__}: {one_line(error)}"[:300]
     try:
-        for values in stage:
-            found |= values
-        del found["stopped"]
-    except Exception as error:
-        found["reason"] = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
-    return Row(name, seconds=round(time.perf_counter() - start, 1), **found)
+        hf = build(name)
+    except Exception:  # the row says so already, or why it is not tried
+        return Row(name, seconds=round(time.perf_counter() - start, 1), **found)
+    return Row(name, **found, **_verbs(hf, diagnose), seconds=round(time.perf_counter() - start, 1))
 
 
-def _stages(name: str, diagnose: bool) -> Iterator[dict[str, Any]]:
+def _verbs(hf: Any, diagnose: bool) -> dict[str, Any]:
+    """What `kd.compare`, `kd.patch` and `kd.diagnose` do by default."""
+    site = "kv"
+    with suppress(Exception):  # which every verb meets, too
+        site = "kv" if kd.load(hf, quiet=True).coverage.layers("k") else "resid_post"
+    calls: dict[str, Callable[[], Any]] = {
+        "compare": lambda: kd.compare(hf, PROMPT, max_new_tokens=4, progress=False),
+        "patch": lambda: kd.patch(hf, PROMPT, site, max_new_tokens=4, progress=False),
+    }
+    if diagnose:
+        calls["verdict"] = lambda: kd.diagnose(hf, progress=False)
+    found: dict[str, Any] = {"said": {}}
+    for verb, call in calls.items():
+        try:
+            result = call()
+        except Exception as error:
+            refused = isinstance(error, KvdriftError) and not isinstance(error, InternalError)
+            found[verb] = REFUSED if refused else INTERNAL
+            found["said"][verb] = f"{type(error).__name__}: {one_line(error)}"[:400]
+            continue
+        found[verb] = "runs"
+        if verb == "verdict":
+            found |= {"verdict": result.kind, "evidence": () if result.equivalent else result.reasons}
+    return found
+
+
+def _stages(name: str) -> Iterator[dict[str, Any]]:
     """The values of a row, as they are found; ``stopped`` names what comes next."""
     yield {"stopped": "build"}
     hf = build(name)
@@ -178,10 +237,7 @@ def _stages(name: str, diagnose: bool) -> Iterator[dict[str, Any]]:
     yield {"native": difference(model), "stopped": "fixed"}
     yield {"fixed": difference(model, (FixedShape(64),)), "stopped": "float64"}
     with promote_float32():
-        yield {"float64": difference(Model(cast_copy(hf, torch.float64))), "stopped": "diagnose"}
-    if diagnose:
-        verdict = kd.diagnose(hf, progress=False)
-        yield {"verdict": verdict.kind, "evidence": () if verdict.equivalent else verdict.reasons}
+        yield {"float64": difference(Model(cast_copy(hf, torch.float64))), "stopped": ""}
 
 
 def difference(model: Model, controls: tuple[FixedShape, ...] = ()) -> float:
@@ -198,6 +254,27 @@ def _logits(path: kd.CacheOn | kd.CacheOff, model: Model) -> list[Tensor]:
         run.close()
 
 
+def quiet() -> None:
+    """One thread, since numbers depend on it, and no warnings of transformers."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    transformers_logging.set_verbosity_error()
+
+
+def found_rows(names: list[str], known: dict[str, Row], diagnose: bool, jobs: int) -> Iterator[Row]:
+    """Every row: those that are known, then the others as they are found."""
+    yield from (known[name] for name in names if name in known)
+    todo = [name for name in names if name not in known]
+    if jobs < 2:
+        for name in todo:
+            yield examine(name, diagnose)
+            gc.collect()
+        return
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), max_tasks_per_child=16) as pool:
+        for done in as_completed([pool.submit(examine, name, diagnose) for name in todo]):
+            yield done.result()
+
+
 # --- rows on disk
 
 
@@ -210,25 +287,31 @@ def read(path: Path | None) -> dict[str, Row]:
 
 # --- tables
 
-HEAD = ("architecture", "layers", "traced", "native", "fixed", "float64", "exact", "verdict", "why not")
+HEAD = (
+    *("architecture", "layers", "traced", "native", "fixed", "float64", "exact"),
+    *("diagnose", "compare", "patch", "why not"),
+)
 
 
 def cells(row: Row) -> tuple[str, ...]:
+    verbs = (row.verdict, row.compare, row.patch)
     if not row.n_layers:
-        return (row.name, "", "", "", "", "", row.stopped, "", row.why)
+        return (row.name, "", "", "", "", "", row.stopped, *verbs, row.why)
     kinds = ", ".join(row.kinds)
     traced = f"without {', '.join(row.missing)}" if row.missing else "all"
     numbers = ["" if math.isnan(x) else "0" if x == 0 else f"{x:.0e}" for x in (row.native, row.fixed, row.float64)]
     exact = "**no**" if not row.exact else "yes, unpromised" if row.uncovered else "yes"
-    return (row.name, f"{row.n_layers} ({kinds})", traced, *numbers, exact, row.verdict, row.why)
+    return (row.name, f"{row.n_layers} ({kinds})", traced, *numbers, exact, *verbs, row.why)
 
 
 def line(row: Row, markdown: bool) -> str:
     if markdown:
         return "| " + " | ".join(cells(row)) + " |"
-    name, layers, _, native, fixed, float64, exact, verdict, why = cells(row)
+    name, layers, _, native, fixed, float64, exact, verdict, compare, patch, why = cells(row)
     numbers = f"{native:>7} {fixed:>7} {float64:>7}"
-    return f"{name:24} {layers:34} {numbers}  {exact.strip('*'):15} {verdict:12} {why}".rstrip()
+    said = "".join(f" {verb}: {words};" for verb, words in row.said.items() if getattr(row, verb) == INTERNAL)
+    verbs = f"{verdict:12} {compare:8} {patch:8}"
+    return f"{name:24} {layers:34} {numbers}  {exact.strip('*'):15} {verbs} {why}{said}".rstrip()
 
 
 GROUPS = {
@@ -250,6 +333,12 @@ def summary(rows: list[Row]) -> list[str]:
     verdicts = Counter(row.verdict for row in rows if row.verdict)
     if verdicts:
         found.append("verdicts: " + ", ".join(f"{kind} {n}" for kind, n in verdicts.most_common()))
+    for verb in ("diagnose", "compare", "patch"):
+        outcomes = Counter(outcome for row in rows if (outcome := row.outcome(verb)))
+        if outcomes:
+            found.append(f"{verb} by default: " + ", ".join(f"{word} {n}" for word, n in outcomes.most_common()))
+    broken = [row.name for row in rows if row.broken]
+    found.append(f"internal errors: {', '.join(broken) or 'none'}")
     different = [row.name for row in rows if row.float64 > SAME_FUNCTION]
     found.append(f"paths that differ in float64 too: {', '.join(different) or 'none'}")
     return found
@@ -257,7 +346,8 @@ def summary(rows: list[Row]) -> list[str]:
 
 def unexplained(rows: list[Row]) -> list[str]:
     """Architectures that are not exact, differ in float64 or are no ``rounding``, for no reason that is known."""
-    unsound = [row.name for row in rows if row.verdict not in ("", "exact", "rounding") and row.name not in NOTES]
+    known = ("", "exact", "rounding", REFUSED)
+    unsound = [row.name for row in rows if row.verdict not in known and row.name not in NOTES]
     return unsound + [row.name for row in rows if not row.why and (not row.exact or row.float64 > SAME_FUNCTION)]
 
 
@@ -274,34 +364,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="model types; all by default")
     parser.add_argument("--results", type=Path, help="keep rows in this file, and take those that it has from there")
+    parser.add_argument("--jobs", type=int, default=1, help="how many to examine at a time, each on one core")
     parser.add_argument("--diagnose", action="store_true", help="also diagnose each")
     parser.add_argument("--markdown", action="store_true", help="print the table in Markdown")
     options = parser.parse_args()
     unknown = sorted(set(options.names) - set(NAMES))
     if unknown:
         parser.error(f"transformers {transformers.__version__} has no causal LM of type {', '.join(unknown)}")
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    transformers_logging.set_verbosity_error()
-
+    quiet()
     known, rows = read(options.results), []
     if options.markdown:
         print("| " + " | ".join(HEAD) + " |\n|" + "---|" * len(HEAD))
-    for name in options.names or NAMES:
-        row = known.get(name) or examine(name, options.diagnose)
-        gc.collect()
+    names = options.names or list(NAMES)
+    for row in found_rows(names, known, options.diagnose, options.jobs):
+        name = row.name
         rows.append(row)
         if options.results and name not in known:
             with options.results.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(row)) + "\n")
         print(line(row, options.markdown), flush=True)
 
+    rows.sort(key=lambda row: names.index(row.name))
     print("", *summary(rows), sep="\n")
     print(f"exact among the first group: {share(rows):.1%} (target {TARGET:.0%})")
     left = unexplained(rows)
     if left:
         print(f"without an explanation: {', '.join(left)}")
-    sys.exit(int(bool(left) or share(rows) < TARGET))
+    sys.exit(int(bool(left) or share(rows) < TARGET or any(row.broken for row in rows)))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -15,7 +14,9 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 
 from kvdrift.backends.manner import MANNERS, Manner
+from kvdrift.backends.own_cache import own_cache, takes_dynamic_cache
 from kvdrift.backends.rotary import forget, remembering
+from kvdrift.backends.signature import CACHE_ARGUMENTS, beneath, execution_device, forward_parameters
 from kvdrift.errors import ModelError
 
 
@@ -39,22 +40,26 @@ class HFBackend:
 
     def __init__(self, module: Any) -> None:
         self.module = module
-        parameters = inspect.signature(module.forward).parameters
+        parameters = forward_parameters(module)
         self.takes_positions = "position_ids" in parameters
         self.takes_mask = "attention_mask" in parameters
         self.takes_logits_to_keep = "logits_to_keep" in parameters
-        names = [name for name in ("cache", "cache_params", "past_key_values") if name in parameters]
+        names = [name for name in CACHE_ARGUMENTS if name in parameters]
         if not names:
             raise ModelError(
                 f"{type(module).__name__}.forward takes no cache, so there is no cache-ON path to study; "
                 "give a decoder language model of transformers."
             )
         self.cache_argument = names[0]
+        self._own_cache: Callable[[], Cache] | None = None
 
     @property
     def input_device(self) -> torch.device:
-        """Where token ids go: the device of the input embeddings."""
-        return self.module.get_input_embeddings().weight.device
+        """Where token ids go: the device of the input embeddings, or the one to which their weights are brought."""
+        embedding = self.module.get_input_embeddings()
+        if embedding.weight.device.type != "meta":
+            return embedding.weight.device
+        return execution_device(embedding) or execution_device(self.module) or embedding.weight.device
 
     @cached_property
     def _remembering(self) -> list[Any]:
@@ -63,11 +68,24 @@ class HFBackend:
     @cached_property
     def masks_past(self) -> bool:
         """Whether an attention mask covers what the cache holds, too: not where no layer keeps tokens (Mamba)."""
-        return any(isinstance(layer, CacheLayerMixin) for layer in self.new_cache().layers)
+        cache = self.new_cache()
+        if not cache.layers:  # made while the model runs
+            ids = torch.zeros((1, 1), dtype=torch.long, device=self.input_device)
+            with torch.no_grad():
+                self.module(input_ids=ids, use_cache=True, **{self.cache_argument: cache})
+        return any(isinstance(layer, CacheLayerMixin) for layer in cache.layers)
 
     def new_cache(self) -> Cache:
-        """An empty cache whose layers follow the model's config (sliding layers keep their window only)."""
-        return DynamicCache(config=self.module.config)
+        """An empty cache as ``generate`` gets it, whose layers follow the config (sliding ones keep their window).
+
+        Models that make a cache of a class of their own are asked for it once; see `own_cache`.
+        """
+        inner = beneath(self.module)
+        if inner is None or takes_dynamic_cache(inner):
+            return DynamicCache(config=self.module.config)
+        if self._own_cache is None:
+            self._own_cache = own_cache(inner, self.module)
+        return self._own_cache()
 
     @torch.no_grad()
     def forward(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,6 +15,7 @@ from kvdrift.bits import same_bits
 from kvdrift.controls.float64_copy import float64_copy
 from kvdrift.controls.true_float64 import TrueFloat64
 from kvdrift.diagnosis.cases import Case
+from kvdrift.diagnosis.constants import LARGEST, is_unstable, nudged_constants
 from kvdrift.diagnosis.locate import PAST, Equal, Where, first_difference, in_order, place, within
 from kvdrift.diagnosis.lockstep import Moment, lockstep
 from kvdrift.diagnosis.observe import Key, Snapshot
@@ -47,6 +49,8 @@ class Float64:
     rows_move
         Whether the rows of one position depend there on the tokens that follow it: path a computed them before these
         came. Neither path is the wrong one then.
+    constants
+        Whether the difference is the rounding of constants that the model holds in float32; the paths agree then.
     """
 
     case: Case
@@ -55,6 +59,7 @@ class Float64:
     where: Where | None
     wrong: Literal["a", "b"] | None
     rows_move: bool = False
+    constants: bool = False
 
     @property
     def agrees(self) -> bool:
@@ -88,6 +93,8 @@ def float64_witness(copy: Model, case: Case, b: Path) -> Float64:
     if first is None:
         return Float64(case, error, None, None, None)
     moment, computed, where, logits_a, logits_b = first
+    if error <= LARGEST and _by_constants(copy, case, b, moment, logits_a - logits_b):
+        return Float64(case, error, None, None, None, constants=True)
     where = pinpoint(copy, case.reference(b), computed, moment, where, equal, controls)
     if computed is not moment:
         return Float64(case, error, moment, where, None, rows_move=True)
@@ -131,6 +138,19 @@ class _Rows:
         position = moment.position + 1 - n + rows.index(True)
         kept = [one for one in self._moments if one.position >= position and one.step <= moment.step]
         return found, next((one for one in kept if one.tokens == moment.tokens[: one.position + 1]), moment)
+
+
+def _by_constants(copy: Model, case: Case, b: Path, moment: Moment, difference: Tensor) -> bool:
+    """Whether the difference at ``moment`` becomes another one with constants moved by less than their rounding."""
+    modules = {id(model.hf): model.hf for model in (copy, case.a.model, b.model) if model is not None}
+    with ExitStack() as stack:
+        moved = [stack.enter_context(nudged_constants(module)) for module in modules.values()]
+        if not any(moved):
+            return False
+        for again, x, y in lockstep(copy, case, b, (TrueFloat64(),)):
+            if again.step == moment.step:
+                return is_unstable(difference, x.logits - y.logits)
+    return False
 
 
 def _wrong(

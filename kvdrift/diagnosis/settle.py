@@ -85,6 +85,11 @@ def settle(
         more, missing = _witnesses(todo[1:], b)
         witnesses |= more
     evidence.float64 = list(witnesses.values())
+    if any(witness.constants for witness in witnesses.values()):
+        evidence.note(
+            "In float64 the paths differ by the rounding of constants that the model holds in float32: when those move "
+            "by less than float32 resolves, the difference becomes another."
+        )
     if missing is not None:
         evidence.note(f"The float64 witness could not be called: {missing}.")
         if uncovered is not None and evidence.arm_differs:

@@ -100,8 +100,15 @@ class Job:
                 if not shared[site]:
                     raise SiteError(f"{site!r} cannot be compared: the two paths' models have it in no common shape.")
         local_layers = shared["k"] if local else ()
-        if local and not (local_layers and one.dtype == two.dtype):
-            why = "the two paths run in different dtypes" if local_layers else "past K/V cannot be written"
+        whole = len(shared["resid_pre"]) == one.architecture.n_layers
+        if local and not (local_layers and whole and one.dtype == two.dtype):
+            why = (
+                "past K/V cannot be written"
+                if not local_layers
+                else "the two paths run in different dtypes"
+                if whole
+                else "what some layers are given has no row per token"
+            )
             said.append(f"local drift was not measured: {why}")
             local_layers = ()
         local_sites = tuple(s for s in LOCAL_SITES if set(local_layers) <= set(shared[s]))

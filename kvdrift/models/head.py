@@ -48,7 +48,7 @@ class Float32Head:
         """The head of ``model``, or None where ``state`` and its weights do not explain ``logits`` bit for bit."""
         head = model.tree.head
         weight = getattr(head, "weight", None)
-        if head is None or not isinstance(weight, Tensor) or weight.ndim != 2:
+        if head is None or not isinstance(weight, Tensor) or weight.ndim != 2 or weight.is_meta:
             return None
         native = head(state.to(weight.dtype)[None])[0]
         for after in _afters(model):

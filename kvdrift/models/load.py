@@ -19,6 +19,7 @@ from kvdrift.backends.transformer_lens import backend_of, is_bridge, is_bridged
 from kvdrift.errors import InputError, ModelError
 from kvdrift.models import presets
 from kvdrift.models.model import Model
+from kvdrift.models.refuse import refuse_config, refuse_file, refuse_folder, refuse_module
 from kvdrift.models.source import Source
 
 DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64")}
@@ -92,17 +93,12 @@ def load(
     elif is_bridge(x):
         model = _from_bridge(x, repair, dtype, device, attn, tokenizer, quiet)
     elif isinstance(x, nn.Module):
-        if hasattr(x, "_orig_mod"):
-            raise ModelError(
-                "A compiled model fuses the sites that kvdrift reads; give the uncompiled one (model._orig_mod)."
-            )
         if is_bridged(x):
             raise ModelError(
                 "A TransformerLens bridge has rebuilt this model in place; give the bridge itself, or load the model a "
                 "second time."
             )
-        if not hasattr(x, "config") or not hasattr(x, "get_input_embeddings"):
-            raise ModelError(f"{type(x).__name__} is not a transformers model; give a causal LM of transformers.")
+        refuse_module(x)
         model = _unchanged(Model(x, tokenizer), dtype, device, attn)
     elif isinstance(x, (str, Path)):
         model = _from_pretrained(str(x), dtype, device, attn, tokenizer, device_map, quiet)
@@ -111,7 +107,9 @@ def load(
             model.weights = presets.PRESETS[name].weights
         model.source = Source(name, model.device.type, attn, device_map, tokenizer is None)
     else:
-        raise InputError(f"kd.load takes a name, a folder or a loaded model, not {type(x).__name__}.")
+        inner = getattr(x, "model", None)  # of a pipeline, say
+        hint = f"; give the {type(inner).__name__} in it (its .model)" if isinstance(inner, nn.Module) else ""
+        raise InputError(f"kd.load takes a name, a folder or a loaded model, not {type(x).__name__}{hint}.")
     if not quiet:
         print(f"kvdrift: {model!r}", file=sys.stderr)
     return model
@@ -253,11 +251,10 @@ def _source(name: str, quiet: bool) -> str:
         return str(presets.resolve(name, progress=not quiet))
     folder = Path(name)
     if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ModelError(f"{name} is a folder without a config.json, so it holds no transformers model.")
+        refuse_folder(folder)
         return name
     if folder.is_file():
-        raise ModelError(f"{name} is a file; give the folder that holds config.json and the weights.")
+        refuse_file(folder)
     if folder.is_absolute() or name.startswith((".", "~")):
         raise ModelError(f"There is no folder {name}; give one that holds config.json and the weights.")
     if "/" not in name:
@@ -270,9 +267,7 @@ def _source(name: str, quiet: bool) -> str:
 
 
 def _check_config(source: str) -> None:
-    config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-    if getattr(config, "is_encoder_decoder", False):
-        raise ModelError(f"{source} is an encoder-decoder model; kvdrift studies decoder-only language models.")
+    refuse_config(source, AutoConfig.from_pretrained(source, trust_remote_code=False))
 
 
 def _pretrained(source: str, **options: Any) -> Any:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kvdrift.bits import same_bits
-from kvdrift.errors import ModelError, NotFaithfulError
+from kvdrift.errors import KvdriftError, ModelError, NotFaithfulError, one_line
 from kvdrift.tracing.coverage import Coverage, Place
 from kvdrift.tracing.seam import AttentionCall, Order, Output, seam
 from kvdrift.tracing.sites import BLOCK_SITES, GLOBAL_SITES, HEAD_SITES, PATTERN
@@ -54,11 +54,28 @@ def probe(model: Model) -> Coverage:
         raise ModelError(f"{model.name} is on the meta device, without weights, so it cannot run; load it with them.")
     with model.evaluating():
         passes = _passes(model)
-        plain = [prepare()() for prepare in passes]
+        plain = _plain(model, passes)
         _refuse_module_state(model, passes, plain)
         coverage = _at_hook_points(model, passes, _find(model, passes))
         _prove(model, coverage, passes, plain)
     return replace(coverage, remarks=model.backend.notes())
+
+
+def _plain(model: Model, passes: list[Prepared]) -> list[Tensor]:
+    """The logits of the probe passes with nothing watching."""
+    found = []
+    for prepare, how in zip(passes, ("without a cache", "with a cache"), strict=True):
+        try:
+            found.append(prepare()())
+        except KvdriftError:
+            raise
+        except Exception as error:  # whatever a model raises
+            raise ModelError(
+                f"{model.name} fails on a few tokens {how}, with nothing of kvdrift's in place "
+                f"({type(error).__name__}: {one_line(error)}), so there is nothing to study; mend that first, or "
+                "give a model that is called with input_ids, a cache and position_ids."
+            ) from error
+    return found
 
 
 def _passes(model: Model) -> list[Prepared]:
@@ -226,11 +243,11 @@ def _token_axes(model: Model) -> dict[str | tuple[str, int], tuple[int, int]]:
     The axis of tokens is the one that is as long as a pass, in passes of two lengths; what has none is left out. Every
     logit is asked for, since a layer whose keys nothing reads later may otherwise run the last token alone.
     """
-    shapes: dict[str | tuple[str, int], list[tuple[int, ...]]] = {}
+    passes: list[dict[str | tuple[str, int], set[tuple[int, ...]]]] = []
     lengths = (PROBE_TOKENS, PROBE_TOKENS - 1)
 
     def note(key: str | tuple[str, int], value: Any) -> None:
-        shapes.setdefault(key, []).append(tuple(value.shape) if isinstance(value, Tensor) else ())
+        passes[-1].setdefault(key, set()).add(tuple(value.shape) if isinstance(value, Tensor) else ())
 
     def before(layer: int, _module: nn.Module, args: Any, kwargs: Any) -> None:
         note(("input", layer), hidden(args, kwargs))
@@ -245,16 +262,21 @@ def _token_axes(model: Model) -> dict[str | tuple[str, int], tuple[int, int]]:
             stack.callback(block.register_forward_pre_hook(partial(before, layer), with_kwargs=True).remove)
             stack.callback(block.register_forward_hook(partial(after, ("output", layer))).remove)
         for n_tokens in lengths:
+            passes.append({})
             ids = torch.arange(n_tokens, device=model.device).unsqueeze(0) % model.vocab_size
             arguments = model.backend.arguments(ids, 0)
             arguments.pop("logits_to_keep", None)
             model.backend.call(arguments)
     found = {}
-    for key, seen in shapes.items():
-        axes = [axis for axis, sizes in enumerate(zip(*seen, strict=False)) if sizes == lengths]
-        ones = [axis for axis, sizes in enumerate(zip(*seen, strict=False)) if sizes == (1, 1)]
-        if len(seen) == 2 and len(axes) == 1 and ones and len(seen[0]) > 2:
-            found[key] = (ones[0], axes[0])
+    for key in passes[0].keys() & passes[1].keys():
+        longer, shorter = passes[0][key], passes[1][key]
+        if len(longer) != 1 or len(shorter) != 1:  # a block that runs more than once, on other shapes
+            continue
+        sizes = list(zip(*longer, *shorter, strict=False))
+        tokens = [axis for axis, pair in enumerate(sizes) if pair == lengths]
+        ones = [axis for axis, pair in enumerate(sizes) if pair == (1, 1)]
+        if len(tokens) == 1 and ones and len(sizes) > 2:
+            found[key] = (ones[0], tokens[0])
     return found
 
 

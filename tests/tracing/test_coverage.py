@@ -108,8 +108,8 @@ def test_dropout_in_training_mode_is_off_for_the_probe_and_put_back():
 
 
 def test_a_model_without_a_head_is_refused():
-    with pytest.raises(ModelError, match="no logits"):
-        _ = kd.load(tiny("llama").model, quiet=True).coverage
+    with pytest.raises(ModelError, match="no language-model head"):
+        kd.load(tiny("llama").model, quiet=True)
 
 
 def test_a_tap_that_would_change_the_logits_is_refused(monkeypatch, hooks):

@@ -18,7 +18,8 @@ from kvdrift.models.load import load
 from kvdrift.models.model import as_prompts
 from kvdrift.paths.cache_off import CacheOff
 from kvdrift.paths.cache_on import CacheOn
-from kvdrift.paths.path import Path, check_path
+from kvdrift.paths.own import check_path
+from kvdrift.paths.path import Path
 
 
 def diagnose(

@@ -11,7 +11,7 @@ from kvdrift.controls import Control
 from kvdrift.controls.combine import with_arm
 from kvdrift.diagnosis.cases import Case
 from kvdrift.diagnosis.observe import Observer, Snapshot, advance
-from kvdrift.paths.path import Path, Run
+from kvdrift.paths.path import Path, Run, stateless
 
 if TYPE_CHECKING:
     from kvdrift.models.model import Model
@@ -150,7 +150,7 @@ class _Reference:
             self._observer, self._fed = Observer(self._begin()), None
         run = self._observer.run
         todo: list[int | None] = [*fed[len(self._fed or ()) :]]
-        if getattr(run, "stateless", False):
+        if stateless(run):
             for passed in fed[len(self._fed or ()) : -1]:
                 run.skip(passed)
             todo = todo[-1:] or [None]

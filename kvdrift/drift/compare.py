@@ -22,7 +22,8 @@ from kvdrift.models.load import load
 from kvdrift.models.model import Model, as_prompts
 from kvdrift.paths.cache_off import CacheOff
 from kvdrift.paths.cache_on import CacheOn
-from kvdrift.paths.path import Path, check_path, path_notes
+from kvdrift.paths.own import check_path
+from kvdrift.paths.path import Path, path_notes
 from kvdrift.runs.comparable import kept_with
 from kvdrift.runs.store import takes_store_as
 

@@ -30,7 +30,8 @@ from kvdrift.models.load import load
 from kvdrift.models.model import Model, PromptLike, as_prompts
 from kvdrift.paths.cache_off import CacheOff
 from kvdrift.paths.cache_on import CacheOn
-from kvdrift.paths.path import Path, check_path, path_info, path_notes, path_settings
+from kvdrift.paths.own import check_path
+from kvdrift.paths.path import Path, path_info, path_notes, path_settings
 from kvdrift.provenance import prompt_hash
 from kvdrift.runs.comparable import comparable, kept_with
 from kvdrift.runs.engines import engine as engine_of

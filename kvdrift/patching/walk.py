@@ -23,7 +23,7 @@ from kvdrift.patching.noise import generator, noisy, nudged
 from kvdrift.patching.outcome import Arm
 from kvdrift.patching.schedule import Schedule
 from kvdrift.patching.spec import Cell, Patch
-from kvdrift.paths.path import Path, Run
+from kvdrift.paths.path import Path, Run, overwritable, stateless
 from kvdrift.tracing.finite import leaves_finite
 from kvdrift.tracing.tap import Tap, Where
 from kvdrift.tracing.trace import Trace
@@ -346,15 +346,16 @@ class Walk:
         due = [patch for patch in runner.patches if patch.schedule.covers(number)]
         if runner.arm.role == "one ulp" and number > runner.first:
             due = []
-        if not due and runner.controls is None and getattr(runner.run, "stateless", False):
+        if not due and runner.controls is None and stateless(runner.run):
             return own.logits, np.nan  # nothing is left of what was written before
         given = self._given(runner, due, number, source, own)
         if runner.arm.role == "one ulp" and given:  # only what is nudged: other values would wash it out on the way
             given = [given[int(torch.randint(len(given), (1,), generator=generator(runner.arm.seed, "one ulp")))]]
         blocks = self._content(runner, number, given)
-        into_cache = [block for block, g in zip(blocks, given, strict=True) if g.into_cache]
-        for block in into_cache:
-            runner.run.overwrite(block.layer, block.site, block.heads, block.positions, block.value)  # type: ignore[attr-defined]
+        store = overwritable(runner.run)
+        for block in (block for block, g in zip(blocks, given, strict=True) if g.into_cache):
+            assert store is not None
+            store.overwrite(block.layer, block.site, block.heads, block.positions, block.value)
         writer.load(block for block, g in zip(blocks, given, strict=True) if not g.into_cache)
         writer.position, writer.keys = own.position, runner.run.key_positions
         try:
@@ -371,7 +372,8 @@ class Walk:
     def _given(self, runner: _Runner, due: Sequence[Patch], number: int, source: Moment, own: Moment) -> list[Given]:
         """What the patches that are due write at this step, with the donor's values."""
         found: list[Given] = []
-        held = getattr(runner.run, "held", None)
+        store = None if runner.run is None else overwritable(runner.run)
+        held = None if store is None else store.held
         for patch in due:
             blocks, absent = gather(patch, self.model, own, source, held, number)
             found += blocks

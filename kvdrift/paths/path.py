@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from jaxtyping import Float
 from torch import Tensor
 
 from kvdrift.controls import Control
-from kvdrift.errors import InputError
 from kvdrift.models.labels import PathInfo
 from kvdrift.settings import settings_of
 
@@ -35,7 +34,11 @@ class Step:
 
 
 class Run(Protocol):
-    """One path under way over one prompt."""
+    """One path under way over one prompt.
+
+    Only ``step`` is asked for; `kvdrift.paths.own.OwnRun` has defaults for the rest. Beside these a run may have
+    ``stateless = True`` (it keeps nothing but tokens from one step to the next) and be `Overwritable`.
+    """
 
     model: Model
     attn: str | None
@@ -52,6 +55,8 @@ class Run(Protocol):
     def key_positions(self, layer: int, n_keys: int) -> Sequence[int]:
         """Absolute positions of the ``n_keys`` keys that the kernel of ``layer`` reads in the latest pass.
 
+        A patch that writes keys asks *during* the pass, before the kernel of ``layer`` is called.
+
         The mask hides those beyond the current one (free slots of a static cache) and below 0 (left padding).
         """
         ...
@@ -65,8 +70,34 @@ class Run(Protocol):
         ...
 
 
+class Overwritable(Protocol):
+    """A run whose stored keys and values can be changed, as a patch with ``write="cache"`` does."""
+
+    def held(self, layer: int) -> range:
+        """Absolute positions of the entries that are stored in ``layer`` for the next pass to read."""
+        ...
+
+    def overwrite(self, layer: int, name: str, heads: Any, positions: Sequence[int], value: Tensor) -> None:
+        """Put ``value [1, kv_head, position, feature]`` into ``name`` (``"k"`` or ``"v"``) at held positions."""
+        ...
+
+
+def overwritable(run: Run) -> Overwritable | None:
+    """The run, if it has both members of `Overwritable`; anything else by one of these names is the user's own."""
+    both = all(callable(getattr(run, name, None)) for name in ("held", "overwrite"))
+    return cast(Overwritable, run) if both else None
+
+
+def stateless(run: Run) -> bool:
+    """Whether what is written during a step ends with it: the run says ``stateless = True``."""
+    return getattr(run, "stateless", False) is True
+
+
 class Path(Protocol):
-    """One way to execute a model over tokens. A third path is a small file with these members."""
+    """One way to execute a model over tokens.
+
+    Only ``start(model, ids)`` is asked for; `kvdrift.paths.own.OwnPath` has defaults for the rest.
+    """
 
     @property
     def label(self) -> str:
@@ -91,25 +122,6 @@ class Path(Protocol):
     def start(self, model: Model, ids: Sequence[int], controls: tuple[Control, ...] | None = None) -> Run:
         """Begin a run over a prompt; ``controls`` replaces the path's own where given."""
         ...
-
-
-def check_path(path: Any, name: str) -> Path:
-    """Return ``path``, which was given as argument ``name``.
-
-    Raises
-    ------
-    InputError
-        If it is no path.
-    """
-    if isinstance(path, type) or not callable(getattr(path, "start", None)):
-        shown = path.__name__ if isinstance(path, type) else repr(path)
-        raise InputError(f"{name}={shown} is no path; give an object, such as kd.CacheOn() or kd.CacheOff().")
-    if missing := [member for member in ("label", "model", "attn", "controls") if not hasattr(path, member)]:
-        raise InputError(
-            f"{name}={type(path).__name__} is no whole path: it lacks {', '.join(missing)}; see "
-            "kvdrift.paths.path.Path."
-        )
-    return path
 
 
 def path_info(path: Path, model: Model) -> PathInfo:

@@ -16,7 +16,8 @@ from kvdrift.models.ending import stops, template_notes, tokens_written, way_on
 from kvdrift.models.load import load
 from kvdrift.models.model import Model, as_prompts
 from kvdrift.paths.cache_on import CacheOn
-from kvdrift.paths.path import Path, check_path, path_notes
+from kvdrift.paths.own import check_path
+from kvdrift.paths.path import Path, path_notes
 from kvdrift.paths.recording import Positions, Recording
 from kvdrift.tracing.sites import choose_heads, choose_layers, parse_sites
 from kvdrift.tracing.trace import Trace

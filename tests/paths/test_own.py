@@ -1,0 +1,128 @@
+"""Paths of somebody else's: start and step are enough; what else a verb needs is said in one sentence."""
+
+import pytest
+import torch
+
+import kvdrift as kd
+from kvdrift.errors import InputError
+from kvdrift.paths.own import OwnPath, check_path
+from kvdrift.paths.path import Step
+from kvdrift.settings import settings_of
+
+PROMPT = [5, 9, 100, 33, 7, 8, 250]
+SHORT = {"max_new_tokens": 3, "progress": False}
+
+
+class Recompute:
+    """The least that a path can be: its runs recompute the prefix and give the logits."""
+
+    def __init__(self, scale=1.0):
+        self.scale = scale
+
+    def start(self, model, ids):
+        return RecomputeRun(model, ids, self.scale)
+
+
+class RecomputeRun:
+    held = "mine"  # somebody's own attributes by the names of kvdrift's
+    overwrite = None
+    crop = 3
+
+    def __init__(self, model, ids, scale):
+        self.own, self.ids, self.scale = model, list(ids), scale
+
+    @torch.no_grad()
+    def step(self, token=None):
+        self.ids += [] if token is None else [token]
+        return self.own.backend.forward(torch.tensor([self.ids]), 0) * self.scale
+
+
+class WithFork(Recompute):
+    label = "with fork"
+    lossy = 7
+
+    def start(self, model, ids, controls=None):
+        run = ForkingRun(model, ids, self.scale)
+        run.inner = kd.CacheOff().start(model, ids, controls)
+        return run
+
+
+class ForkingRun(RecomputeRun):
+    def step(self, token=None):
+        return Step(*vars(self.inner.step(token)).values())
+
+    def fork(self, controls=None):
+        other = ForkingRun(self.own, self.ids, self.scale)
+        other.inner = self.inner.fork(controls)
+        return other
+
+
+def test_start_and_step_are_enough_to_record_and_to_compare(tiny_model, same_bits):
+    model = tiny_model()
+    ours, own = (kd.record(model, PROMPT, path=path, **SHORT) for path in (kd.CacheOff(), Recompute()))
+    for site in ours.sites:
+        assert same_bits(ours[site], own[site]), site
+    assert own.path.label == "Recompute"
+    drift = kd.compare(model, PROMPT, a=Recompute(), b=kd.CacheOff(), floor=0, local=False, **SHORT)
+    assert drift.values("resid_post").max() == 0
+    assert kd.compare(model, PROMPT, b=Recompute(), floor=0, **SHORT).b.label == "Recompute"
+
+
+def test_keys_are_placed_at_the_end_of_the_pass(tiny_model, same_bits):
+    options = {"sites": ["k"], "positions": "all", **SHORT}
+    ours, own = (kd.record(tiny_model("mistral"), PROMPT, path=p, **options) for p in (kd.CacheOff(), Recompute()))
+    assert same_bits(ours["k"], own["k"])
+    assert same_bits(ours.valid("k"), own.valid("k"))
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda m: kd.compare(m, PROMPT, a=Recompute(), floor=1, local=False, **SHORT), "takes no controls"),
+        (lambda m: kd.compare(m, PROMPT, a=Recompute(), floor=0, **SHORT), r"no fork\(controls=None\)"),
+        (lambda m: kd.patch(m, PROMPT, kd.Patch("v"), recipient=Recompute(), **SHORT), r"fork|controls"),
+        (lambda m: kd.sweep(m, PROMPT, sites="v", recipient=Recompute(), **SHORT), r"fork|controls"),
+        (lambda m: kd.factorial(m, PROMPT, a=Recompute(), **SHORT), r"fork|controls"),
+        (lambda m: kd.evaluate(m, [PROMPT], a=Recompute(), **SHORT), r"fork|controls"),
+        (lambda m: kd.diagnose(m, PROMPT, a=Recompute(), **SHORT), "takes no controls"),
+    ],
+    ids=["floor", "local", "patch", "sweep", "factorial", "evaluate", "diagnose"],
+)
+def test_what_a_verb_needs_beside_is_one_sentence(call, words, tiny_model):
+    with pytest.raises(InputError, match=words) as raised:
+        call(tiny_model())
+    assert "\n" not in str(raised.value)
+
+
+def test_with_fork_and_controls_every_verb_runs(tiny_model):
+    model, path = tiny_model(), WithFork()
+    drift = kd.compare(model, PROMPT, a=path, b=kd.CacheOff(), floor=1, **SHORT)
+    assert drift.a.label == "with fork"
+    assert drift.values("resid_post").max() == 0
+    assert drift.values("resid_post", of="floor").max() > 0
+    result = kd.patch(model, PROMPT, kd.Patch("v", schedule="persistent"), recipient=path, donor=kd.CacheOn(), **SHORT)
+    assert result.recovery().value == pytest.approx(result.recovery().value)
+    assert kd.diagnose(model, PROMPT, a=path, **SHORT).kind == "exact"
+
+
+class Shape(Recompute):
+    def start(self, model, ids):
+        run = super().start(model, ids)
+        run.step = lambda token=None: torch.zeros(1, 3)
+        return run
+
+
+class Nothing(Recompute):
+    def start(self, model, ids):
+        return object()
+
+
+@pytest.mark.parametrize(("path", "words"), [(Shape(), r"step\(\) gives \[1, 3\]"), (Nothing(), "has no step")])
+def test_what_is_no_run_is_refused(path, words, tiny_model):
+    with pytest.raises(InputError, match=words):
+        kd.record(tiny_model(), PROMPT, path=path, **SHORT)
+
+
+def test_settings_are_those_of_the_path_beneath():
+    assert settings_of(check_path(Recompute(2.0), "a")) == settings_of(Recompute(2.0))
+    assert settings_of(check_path(Recompute(2.0), "a")) != settings_of(OwnPath(Recompute(3.0)))

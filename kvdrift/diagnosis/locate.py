@@ -90,7 +90,8 @@ def first_difference(
 ) -> tuple[int, str] | None:
     """The first layer and site, in the order of computation, at which two runs differ in a step.
 
-    Sites are compared at the rows that both computed, keys and values at the positions that both read.
+    Sites are compared at the rows that both computed, keys and values at the positions that both read. Rows of earlier
+    positions alone, which differ after the last keys and values were made of them, reach nothing and do not count.
 
     Parameters
     ----------
@@ -104,8 +105,16 @@ def first_difference(
     tuple or None
         ``(layer, site)``, or None if nothing differs.
     """
-    differing = (key for key, x, y in _pairs(a, b) if not equal(x, y))
-    return min(differing, key=in_order, default=None)
+    differing = {key: (x, y) for key, x, y in _pairs(a, b) if not equal(x, y)}
+    if not any(_reaches(key, x, y, equal) for key, (x, y) in differing.items()):
+        return None
+    return min(differing, key=in_order)
+
+
+def _reaches(key: tuple[int, str], x: Tensor, y: Tensor, equal: Equal) -> bool:
+    """Whether a difference is one of logits, of keys or values, or of the current row, which all else comes from."""
+    whole = key[1] == LOGITS or key[1] in (*PAST, *PAST.values())
+    return whole or not equal(x[-1:], y[-1:])
 
 
 def changed_past(before: Snapshot, now: Snapshot, kept: int, equal: Equal = same_bits) -> tuple[int, str] | None:

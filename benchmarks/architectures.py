@@ -220,7 +220,7 @@ LEFT_OUT: Mapping[str, str] = {
     "rwkv": "recurrent, with a state of its own instead of a cache",
     "xlm": "expects the whole sequence at every cached step and cuts it by itself",
     "xlnet": "keeps hidden states of earlier segments instead of keys and values",
-    "xlstm": "recurrent, with a state of its own instead of a cache",
+    "xlstm": "recurrent, with a cache class of its own that has not the interface of transformers' caches",
 }
 """What is not tried: model type → why, in one sentence. None of these can decode from a transformers cache."""
 
@@ -230,6 +230,7 @@ _STEP_SIZE = (
 )
 NOTES: Mapping[str, str] = {
     "blt": "kvdrift finds no single list of blocks: several stacks run over bytes and over patches of them",
+    "deepseek_v4": "upstream: its cache says that it can be cropped and keeps compressed entries, so that steps fail",
     "falcon_mamba": _CHUNKED,
     "git": "upstream: a cached step puts an image before the text into the mask, always, which moves left padding",
     "hrm_text": "kvdrift finds no single list of blocks: two stacks run in turns, several times for each token",

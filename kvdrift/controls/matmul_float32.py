@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from kvdrift.controls.combine import PRODUCT_PRECISION
-from kvdrift.controls.operators import by_operator
+from kvdrift.controls.operators import GROUPED, by_operator
 from kvdrift.controls.scope import Scope
 from kvdrift.controls.true_float32 import TrueFloat32
 from kvdrift.controls.upcast import WideOperators
 from kvdrift.controls.weight_copies import WeightCopies
 from kvdrift.errors import ModelError
 
-PRODUCTS = ("mm", "bmm", "mv", "dot", "addmm", "addmv", "baddbmm", "addbmm", "_addmm_activation", "_grouped_mm")
+PRODUCTS = ("mm", "bmm", "mv", "dot", "addmm", "addmv", "baddbmm", "addbmm", "_addmm_activation", *GROUPED)
 
 
 @dataclass(frozen=True)

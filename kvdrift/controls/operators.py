@@ -1,22 +1,29 @@
-"""PyTorch's operators by name."""
+"""Operators by name, and what their arguments are."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+import transformers.integrations.moe  # noqa: F401 - registers the operator that stands in for grouped products
+from torch import Tensor
 
 T = TypeVar("T")
 
+GROUPED = ("_grouped_mm", "transformers::grouped_mm_fallback")
+"""Products of groups of rows, each with a factor of its own, as experts are run by default."""
+
 
 def by_operator(named: Mapping[str, T]) -> dict[Any, T]:
-    """Key a table by the operators that its names stand for, leaving out those that this PyTorch does not have.
+    """Key a table by the operators that its names stand for, leaving out those that are not there.
 
     Parameters
     ----------
     named
-        ``"mm"`` or, with an overload, ``"mean.dim"`` → anything.
+        ``"mm"``, with an overload ``"mean.dim"``, or with another library than PyTorch's own ``"library::name"`` →
+        anything.
 
     Examples
     --------
@@ -25,7 +32,69 @@ def by_operator(named: Mapping[str, T]) -> dict[Any, T]:
     """
     found: dict[Any, T] = {}
     for name, value in named.items():
-        packet, _, overload = name.partition(".")
-        if hasattr(torch.ops.aten, packet):
-            found[getattr(getattr(torch.ops.aten, packet), overload or "default")] = value
+        library, _, plain = name.rpartition("::")
+        packet, _, overload = plain.partition(".")
+        operators = getattr(torch.ops, library or "aten")
+        if hasattr(operators, packet):
+            found[getattr(getattr(operators, packet), overload or "default")] = value
     return found
+
+
+def arguments_of(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by their names in the operator's schema; those left at their defaults are not there.
+
+    Examples
+    --------
+    >>> sorted(arguments_of(torch.ops.aten.mean.dim, (torch.ones(2), [0]), {"keepdim": True}))
+    ['dim', 'keepdim', 'self']
+    """
+    names = [argument.name for argument in op._schema.arguments]
+    return dict(zip(names, args, strict=False)) | dict(kwargs)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """A product of groups of rows: rows ``[…, ends[0])`` of ``rows`` by ``factors[0]``, the next by ``factors[1]``, ….
+
+    Attributes
+    ----------
+    rows
+        ``[row, k]``.
+    factors
+        ``[group, k, n]``.
+    ends
+        Where each group ends; rows after the last end belong to none.
+    dtype
+        What the result is asked for in.
+    """
+
+    rows: Tensor
+    factors: Tensor
+    ends: Tensor
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Groups | None:
+        """Read a call of one of `GROUPED`; None for forms that no forward pass of experts has."""
+        call = arguments_of(op, args, kwargs)
+        rows, factors = list(call.values())[:2]
+        ends = call.get("offs")
+        if ends is None or rows.dim() != 2 or factors.dim() != 3 or call.get("bias") is not None:
+            return None
+        return cls(rows, factors, ends, call.get("out_dtype") or rows.dtype)
+
+    def __iter__(self) -> Any:
+        """``(start, end, factor)`` of every group that has rows."""
+        start = 0
+        for factor, end in zip(self.factors, self.ends.tolist(), strict=True):
+            if end > start:
+                yield start, end, factor
+            start = end
+
+    def product(self, single: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """The whole product, with ``single`` for that of one group; zeros in rows that belong to none."""
+        parts = [single(self.rows[start:end], factor) for start, end, factor in self]
+        n_rows, n_columns = self.rows.shape[0], self.factors.shape[2]
+        missing = n_rows - sum(len(part) for part in parts)
+        result = torch.cat([*parts, self.rows.new_zeros(missing, n_columns, dtype=parts[0].dtype if parts else None)])
+        return result.to(self.dtype)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvdrift.controls.operators import by_operator
+from kvdrift.controls.operators import GROUPED, Groups, arguments_of, by_operator
 from kvdrift.controls.weight_copies import WeightCopies
 
 
@@ -185,10 +185,12 @@ def _draw(seed: int, n: int, device: torch.device) -> tuple[Tensor, Tensor]:
 def _take(tensor: Tensor, dim: int, order: Tensor) -> Tensor:
     """``tensor.index_select(dim, order)`` with the strides of ``tensor``, so that the same kernels run."""
     dim %= tensor.dim()
+    if tensor.stride(dim) == 0:  # one entry, expanded
+        return tensor
     stored, strides = tensor, tensor.stride()
     if 0 in strides:  # an expanded axis is stored once
         for axis in range(tensor.dim()):
-            if strides[axis] == 0 and axis != dim:
+            if strides[axis] == 0:
                 stored = stored.narrow(axis, 0, 1)
         strides = tuple(max(stride, 1) for stride in strides)
     out = torch.empty_strided(stored.shape, strides, dtype=tensor.dtype, device=tensor.device)
@@ -203,6 +205,8 @@ def _take(tensor: Tensor, dim: int, order: Tensor) -> Tensor:
 def _matmul(mode: _ReorderSums, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], left: int) -> Any:
     """``[…, terms] @ […, terms, n]``, the factors being arguments ``left`` and ``left + 1``."""
     a, b = args[left], args[left + 1]
+    if op in _GROUPED and Groups.of(op, args, kwargs) is None:  # its groups may be parts of the sum itself
+        return op(*args, **kwargs)
     axis = -2 if b.dim() > 1 else -1
     if a.shape[-1] < 2 or a.shape[-1] != b.shape[axis]:
         return op(*args, **kwargs)
@@ -252,24 +256,24 @@ def _attention(mode: _ReorderSums, op: OpOverload, args: tuple[Any, ...], kwargs
 
     ``query`` is ``[batch, head, query, feature]``, ``key`` and ``value`` ``[batch, kv_head, key, feature]``.
     """
-    names = [argument.name for argument in op._schema.arguments]
-    call: dict[str, Any] = dict(zip(names, args, strict=False)) | kwargs
+    call = arguments_of(op, args, kwargs)
     if call["query"].shape[-1] > 1:
         mode.counts["attention_features"] += 1
         call["query"], call["key"] = mode.reorder(call["query"], -1), mode.reorder(call["key"], -1)
     if call["key"].shape[-2] > 1 and not call.get("is_causal", False):
         mode.counts["attention_keys"] += 1
         call["key"], call["value"] = mode.reorder(call["key"], -2), mode.reorder(call["value"], -2)
-        mask = next(name for name in names if name in ("attn_mask", "attn_bias"))
-        if call.get(mask) is not None and call[mask].shape[-1] > 1:
-            call[mask] = mode.reorder(call[mask], -1)
+        for name in ("attn_mask", "attn_bias"):  # not every kernel takes one
+            mask = call.get(name)
+            if mask is not None and mask.shape[-1] > 1:
+                call[name] = mode.reorder(mask, -1)
     return op(**call)
 
 
 def _handlers() -> dict[Any, _Handler]:
     """Which operation is handled how; operations that this PyTorch does not have are left out."""
     named: dict[str, _Handler] = {
-        **dict.fromkeys(("mm", "bmm", "mv", "dot", "vdot", "_grouped_mm"), partial(_matmul, left=0)),
+        **dict.fromkeys(("mm", "bmm", "mv", "dot", "vdot", *GROUPED), partial(_matmul, left=0)),
         **dict.fromkeys(("addmm", "addmv", "baddbmm", "addbmm", "_addmm_activation"), partial(_matmul, left=1)),
         **dict.fromkeys(("sum.default", "mean.default", "norm.Scalar"), partial(_reduction, place=None)),
         **dict.fromkeys(("sum.dim_IntList", "mean.dim", "logsumexp"), partial(_reduction, place=1)),
@@ -289,6 +293,7 @@ def _handlers() -> dict[Any, _Handler]:
                 "_scaled_dot_product_efficient_attention",
                 "_scaled_dot_product_cudnn_attention",
                 "_scaled_dot_product_fused_attention_overrideable",
+                "_scaled_dot_product_attention_math_for_mps",
             ),
             _attention,
         ),
@@ -297,3 +302,4 @@ def _handlers() -> dict[Any, _Handler]:
 
 
 _HANDLERS = _handlers()
+_GROUPED = by_operator(dict.fromkeys(GROUPED))

@@ -18,7 +18,7 @@ from torch._ops import OpOverload
 from torch.nn.functional import pad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvdrift.controls.operators import by_operator
+from kvdrift.controls.operators import GROUPED, Groups, by_operator
 
 CHUNK = 16384
 """Entries per call of an elementwise operator: a multiple of every vector width, too few to be split over threads."""
@@ -198,20 +198,11 @@ def _biased_batched_product(mode: RowTiles, op: OpOverload, args: tuple[Any, ...
 
 
 def _grouped_product(mode: RowTiles, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``_grouped_mm(a, b, ends)``: rows ``[…, ends[0])`` of ``a`` by ``b[0]``, the next by ``b[1]``, and so on."""
-    call: dict[str, Any] = dict(zip(("self", "mat2", "offs"), args, strict=False)) | kwargs
-    a, b, ends = call["self"], call["mat2"], call.get("offs")
-    if ends is None or a.dim() != 2 or b.dim() != 3 or call.get("bias") is not None:
+    """Products of groups of rows, one after the other; see `Groups`."""
+    groups = Groups.of(op, args, kwargs)
+    if groups is None:
         return op(*args, **kwargs)
-    starts = [0, *ends.tolist()]
-    single = torch.ops.aten.mm.default
-    groups = [
-        _product(mode, single, (a[starts[i] : starts[i + 1]], weight), {})
-        for i, weight in enumerate(b)
-        if starts[i + 1] > starts[i]
-    ]
-    result = torch.cat([*groups, a.new_zeros(a.shape[0] - starts[-1], b.shape[2])])
-    return result.to(call.get("out_dtype") or result.dtype)
+    return groups.product(lambda rows, factor: _product(mode, torch.ops.aten.mm.default, (rows, factor), {}))
 
 
 def _reduction(mode: RowTiles, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], place: int) -> Any:
@@ -290,7 +281,7 @@ def _handlers() -> dict[Any, _Handler]:
         "addmv": _biased_product_with_vector,
         "bmm": _batched_product,
         "baddbmm": _biased_batched_product,
-        "_grouped_mm": _grouped_product,
+        **dict.fromkeys(GROUPED, _grouped_product),
         **dict.fromkeys(
             (
                 *("sum.dim_IntList", "mean.dim", "prod.dim_int", "logsumexp", "cumsum", "cumprod", "logcumsumexp"),

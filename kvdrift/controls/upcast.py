@@ -12,10 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kvdrift.controls.operators import GROUPED, Groups, arguments_of, by_operator
 from kvdrift.controls.weight_copies import WeightCopies
 from kvdrift.tracing.seam import AttentionCall, Order, Output
 
 HALVES = (torch.float16, torch.bfloat16)
+
+_GROUPED = by_operator(dict.fromkeys(GROUPED))
 
 Cast = Callable[[Tensor], Tensor]
 
@@ -114,13 +117,21 @@ class WideOperators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _widened(self, func: Any, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        asked = kwargs.get("dtype")
+        asked = arguments_of(func, args, kwargs).get("dtype")
         if asked is not None and not asked.is_floating_point:  # counts, which nothing rounds
             return func(*args, **kwargs)
-        name = self.operators[func]
+        name, groups = self.operators[func], None
+        if func in _GROUPED:
+            groups = Groups.of(func, args, kwargs)
+            if groups is None:
+                return func(*args, **kwargs)
         self.counts[name] += 1
+        if groups is not None:  # one by one: there is no kernel for groups in every wider dtype
+            wide = replace(groups, rows=self._wide(groups.rows), factors=self._wide(groups.factors))
+            return wide.product(torch.mm)
         if asked is not None:  # another dtype than that of the input
-            dtype, kwargs = asked, {**kwargs, "dtype": self.dtype}
+            dtype, args = asked, tuple(self.dtype if arg is asked else arg for arg in args)
+            kwargs = {**kwargs, "dtype": self.dtype} if "dtype" in kwargs else kwargs
         if name in ("_softmax", "_log_softmax") and args[2]:  # half to float in one go
             dtype, args = torch.float32, (*args[:2], False)
         result = func(*(self._wide(arg) for arg in args), **kwargs)

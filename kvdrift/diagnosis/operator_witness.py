@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from kvdrift.controls.operators import by_operator
+from kvdrift.controls.operators import GROUPED, Groups, by_operator
 from kvdrift.controls.row_tiles import handler_of as replaced_by_fixed_shape
 from kvdrift.diagnosis.attention_witness import EXP_ULPS, accumulation_unit, smallest, unit
 
@@ -216,16 +216,9 @@ def _biased_product(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
 def _grouped_product(
     op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor
 ) -> Iterator[Checked]:
-    """``_grouped_mm(a, b, ends)``: rows ``[…, ends[0])`` of ``a`` by ``b[0]``, the next by ``b[1]``, and so on."""
-    call: dict[str, Any] = dict(zip(("self", "mat2", "offs"), args, strict=False)) | kwargs
-    a, b, ends = call["self"], call["mat2"], call.get("offs")
-    if ends is None or a.dim() != 2 or b.dim() != 3 or call.get("bias") is not None:
-        return
-    start = 0
-    for weight, end in zip(b, ends.tolist(), strict=True):
-        if end > start:
-            yield from _columns(a[start:end], weight, None, 1.0, 1.0, result[start:end])
-        start = end
+    """Products of groups of rows; see `Groups`."""
+    for start, end, factor in Groups.of(op, args, kwargs) or ():
+        yield from _columns(args[0][start:end], factor, None, 1.0, 1.0, result[start:end])
 
 
 def _columns(a: Tensor, b: Tensor, bias: Tensor | None, alpha: float, beta: float, result: Tensor) -> Iterator[Checked]:
@@ -427,7 +420,7 @@ def _rules() -> dict[Any, Rule]:
     named: dict[str, Rule] = {
         **dict.fromkeys(("mm", "bmm", "mv"), _product),
         **dict.fromkeys(("addmm", "baddbmm", "addmv"), _biased_product),
-        "_grouped_mm": _grouped_product,
+        **dict.fromkeys(GROUPED, _grouped_product),
         **dict.fromkeys(("sum.dim_IntList", "mean.dim", "cumsum"), _sum),
         **dict.fromkeys(("prod.dim_int", "cumprod"), _power),
         **dict.fromkeys(("linalg_vector_norm", "norm.ScalarOpt_dim", "norm.ScalarOpt_dim_dtype"), _length),

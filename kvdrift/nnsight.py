@@ -84,7 +84,10 @@ class Sites:
             args, kwargs = envoy.inputs
             if "hidden_states" in kwargs:
                 return kwargs["hidden_states"]
-            return next(x for x in args if hasattr(x, "shape"))
+            found = next((x for x in (*args, *kwargs.values()) if hasattr(x, "shape")), None)
+            if found is None:
+                raise ModelError("A block was called without a tensor, so that no residual stream can be read there.")
+            return found
         if kind == "output":
             output = envoy.output
             return output[0] if isinstance(output, (tuple, list)) else output

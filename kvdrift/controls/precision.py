@@ -86,6 +86,14 @@ def experts_in(module: Any) -> str | None:
     return getattr(getattr(module, "config", None), "_experts_implementation", None)
 
 
+def experts_note(module: Any) -> str | None:
+    """The sentence on a model whose experts run otherwise in float64; None if they do not."""
+    experts = experts_in(module)
+    if experts in (None, "eager"):
+        return None
+    return f"in float64 experts run one by one: {experts!r}, in which this model runs them, has no float64 kernel"
+
+
 def _target(module: nn.Module, name: str, tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
     """The dtype that a weight gets: ``dtype``, unless it holds integers or stays float32 beside half precision."""
     if not tensor.is_floating_point():

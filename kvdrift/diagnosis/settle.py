@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvdrift.controls.float64_copy import float64_copy
+from kvdrift.controls.precision import experts_note
 from kvdrift.diagnosis.cases import Case
 from kvdrift.diagnosis.design import bidirectional, excuse
 from kvdrift.diagnosis.evidence import Check, Evidence, Finding
@@ -85,6 +86,9 @@ def settle(
         more, missing = _witnesses(todo[1:], b)
         witnesses |= more
     evidence.float64 = list(witnesses.values())
+    experts = experts_note(placed[0][0].hf)
+    if witnesses and experts is not None:
+        evidence.note(f"{experts[0].upper()}{experts[1:]}.")
     if any(witness.constants for witness in witnesses.values()):
         evidence.note(
             "In float64 the paths differ by the rounding of constants that the model holds in float32: when those move "

@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 
 from kvdrift import provenance
 from kvdrift.controls.attention_backend import WatchSdpa
-from kvdrift.controls.precision import cast_copy
+from kvdrift.controls.precision import cast_copy, experts_note
 from kvdrift.controls.upcast import HALVES
 from kvdrift.drift.compare import compare
 from kvdrift.drift.result import Drift
@@ -235,9 +235,15 @@ def _ladder(model: Model, base: Arm, results: dict[str, tuple[Rung, Drift | None
         prompts=drift.prompts,
         arrays=arrays,
         token_texts=drift.token_texts,
-        notes=drift.notes,
+        notes=(*drift.notes, *_experts(model, results)),
         provenance=found | {"settings": settings, "ends": drift.provenance["ends"]},
     )
+
+
+def _experts(model: Model, results: dict[str, tuple[Rung, Drift | None]]) -> list[str]:
+    """The sentence on experts that run otherwise in an arm in float64, if there is such an arm."""
+    note = experts_note(model.hf)
+    return [note] if note is not None and any(rung.dtype == "float64" for rung, _ in results.values()) else []
 
 
 def _values(rung: Rung, drift: Drift | None, metric: str, measured: np.ndarray) -> np.ndarray:

@@ -264,7 +264,7 @@ def describe(hf_model: PreTrainedModel) -> Architecture:
         model_type=config.model_type,
         n_layers=len(layers),
         d_model=d_model,
-        n_heads=config.per_layer_config[first.index].num_attention_heads if first else 0,
+        n_heads=_n_heads(config.per_layer_config[first.index]) if first else 0,
         n_kv_heads=first.n_kv_heads if first else 0,
         head_dim=first.head_dim if first else 0,
         vocab_size=int(config.vocab_size),
@@ -305,7 +305,8 @@ def find_blocks(hf_model: PreTrainedModel) -> BlockTree:
     embed = _embeddings(hf_model, "get_input_embeddings")
     embed_path = next((name for name, module in hf_model.named_modules() if module is embed), "")
     found = [(name, module) for name, module in hf_model.named_modules() if isinstance(module, nn.ModuleList)]
-    depths = (n_layers, getattr(config, "num_layers", None))  # the second where a block holds several of the first
+    # decoders of encoder-decoders count theirs apart; the last where a block holds several of the first
+    depths = (getattr(config, "decoder_layers", None), n_layers, getattr(config, "num_layers", None))
     same = ([pair for pair in found if len(pair[1]) == depth] for depth in depths if depth)
     lists = next((pairs for pairs in same if pairs), [])
     if not lists:
@@ -398,7 +399,7 @@ def _layer(index: int, module: nn.Module | None, config: PreTrainedConfig) -> La
     kind, window = _kind(index, module, config, own)
     if module is None:
         return LayerInfo(index, kind, window, 0, 0)
-    n_heads = int(own.num_attention_heads)
+    n_heads = _n_heads(own)
     head_dim = _first_int(module, "qk_head_dim") or _first_int(own, "head_dim") or _first_int(module, "head_dim")
     return LayerInfo(index, kind, window, _kv_heads(module, own, n_heads), head_dim or own.hidden_size // n_heads)
 
@@ -469,6 +470,11 @@ def _rope_types(rope: Mapping[str, Any]) -> set[str]:
 def _tied(tree: BlockTree) -> bool:
     weight = getattr(tree.embed, "weight", None)
     return weight is not None and getattr(tree.head, "weight", None) is weight
+
+
+def _n_heads(config: Any) -> int:
+    """Query heads; decoders of encoder-decoders count theirs apart."""
+    return _first_int(config, "decoder_attention_heads") or int(config.num_attention_heads)
 
 
 def _first_int(source: object, *names: str) -> int | None:

@@ -8,6 +8,7 @@ import torch
 from transformers import DynamicCache
 
 from kvdrift.controls import cast_copy, promote_float32
+from kvdrift.controls.precision import experts_note
 from kvdrift.errors import InputError, ModelError
 from kvdrift.models.tiny import FAMILIES, supported_attn, tiny
 
@@ -176,3 +177,11 @@ def test_promotion_ends_with_an_exception():
     with pytest.raises(ZeroDivisionError), promote_float32():
         _ = 1 / 0
     assert torch.ones(1).double().float().dtype == torch.float32
+
+
+def test_experts_that_run_otherwise_in_float64_are_told():
+    for family, told in (("llama", False), ("mixtral", True), ("gpt-oss", True)):
+        model = tiny(family)
+        assert (experts_note(model) is not None) == told
+        assert experts_note(cast_copy(model, torch.float64)) is None
+    assert "'grouped_mm'" in experts_note(tiny("mixtral"))

@@ -269,6 +269,15 @@ def test_blocks_that_hold_two_attention_sublayers_each():
     assert describe(model).n_layers == 3
 
 
+def test_a_decoder_of_another_size_than_its_encoder():
+    sizes = {"d_model": 32, "encoder_layers": 3, "encoder_attention_heads": 4, "vocab_size": 64}
+    sizes |= {"decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 32}
+    for kind in ("Bart", "Blenderbot"):
+        model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**sizes))
+        found = describe(model)
+        assert (found.n_layers, found.n_heads, found.n_kv_heads, found.head_dim) == (2, 2, 2, 16)
+
+
 def test_encoder_decoder_is_refused():
     config = transformers.T5Config(d_model=32, d_ff=32, d_kv=8, num_layers=2, num_heads=4, vocab_size=64)
     model = transformers.T5ForConditionalGeneration(config)

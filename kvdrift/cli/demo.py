@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import webbrowser
 from pathlib import Path
 from typing import Annotated
 
@@ -25,6 +27,7 @@ def demo(
     model: Annotated[str, typer.Option(help="Preset, Hub id or local folder.")] = MODEL,
     out: Annotated[Path, typer.Option(help="The HTML report to write.")] = Path("kvdrift-report.html"),
     quick: Annotated[bool, typer.Option("--quick", help="Fewer prompts and steps: a first look.")] = False,
+    show: Annotated[bool, typer.Option("--open", help="Open the report in the browser when it is written.")] = False,
 ) -> None:
     """Trace a small real model on built-in word problems and write an HTML report."""
     console.check_target(out)
@@ -52,4 +55,11 @@ def demo(
             ),
         )
         written = write_report(out, drift)
-    console.answer(f"{drift.summary()}\n\nWrote {written}: open it in a browser.")
+        chat = bool(getattr(loaded.tokenizer, "chat_template", None))
+    if show:
+        webbrowser.open(written.resolve().as_uri())
+    console.answer(
+        f"{drift.summary()}\n\nWrote {written.resolve()}{'' if show else ': open it in a browser (--open does)'}\n"
+        f"Next, on a text of your own: kvdrift compare {shlex.quote(model)}{' --chat' if chat else ''} --prompt "
+        "'What is the capital of France?' --report mine.html"
+    )

@@ -147,7 +147,7 @@ def compare(
     settings = job.settings | {"prompts": encoded, "tokens_given": forced, "lengths": lengths}
     if store is not None:
         settings |= kept_with(*job.models)
-    passes = 1 if control is None else 2
+    passes, also = (1, "") if control is None else (2, f", then in {str(control).removeprefix('torch.')}")
     drifts = []
     with (
         job,
@@ -155,6 +155,7 @@ def compare(
         tqdm(total=passes * sum(lengths), desc="compare", unit="step", disable=not progress) as bar,
     ):
         for number, (ids, length) in enumerate(zip(encoded, lengths, strict=True)):
+            bar.set_description(f"compare, prompt {number + 1} of {len(encoded)}{also}")
             drift = kept.load(number)
             if drift is None:
                 prompt = model.label(given[number], ids)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -370,6 +370,17 @@ def number(value: float | None) -> str:
         return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
     mantissa, exponent = f"{value:.2e}".split("e")
     return f"{float(mantissa):g}e{int(exponent)}"
+
+
+def interval(low: float, high: float, say: Callable[[float], str] = number) -> str:
+    """A 95 % interval in words, or that there is none: an undefined end is no number to print.
+
+    Examples
+    --------
+    >>> interval(0.1, 0.25), interval(float("nan"), float("nan"))
+    ('95 % 0.1 to 0.25', 'no interval')
+    """
+    return "no interval" if np.isnan(low) or np.isnan(high) else f"95 % {say(low)} to {say(high)}"
 
 
 def times(value: float) -> str:

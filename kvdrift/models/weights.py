@@ -304,7 +304,7 @@ def _pip_reason(output: str) -> str:
 
 def _watch(process: "subprocess.Popen[bytes]", folder: Path, total: int, name: str, progress: bool) -> None:
     """Wait for pip, with a bar of the bytes that have arrived in ``folder``."""
-    with tqdm(total=total, desc=name, unit="B", unit_scale=True, disable=not progress) as bar:
+    with tqdm(total=total, desc=f"fetch {name}", unit="B", unit_scale=True, disable=not progress) as bar:
         while process.poll() is None:
             bar.update(max(0, min(_size(folder), total) - bar.n))
             time.sleep(0.1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 
 from kvdrift import views
@@ -153,7 +154,7 @@ def rate_table(result: Evaluation) -> Table:
         shares = () if null is None or null.refused else null.divergence
         rows.append([
             c.strategy, str(c.divergence.n), str(c.divergence.events), percent(c.divergence.value),
-            f"{percent(c.divergence.low)} to {percent(c.divergence.high)}", "never" if half is None else str(half),
+            _ends(c.divergence.low, c.divergence.high, percent), "never" if half is None else str(half),
             _spread(list(shares)) if shares else "none", ": ".join(takeaway.against_null(null, _p(c, "divergence"))),
         ])  # fmt: skip
     caption = "Re-rolls: the range of the share of texts that leave path a's when only the order of its sums changes."
@@ -196,7 +197,11 @@ def _rate(rate: Rate) -> str:
 
 
 def _interval(difference: Difference) -> str:
-    return "none" if math.isnan(difference.low) else f"{points(difference.low)} to {points(difference.high)}"
+    return _ends(difference.low, difference.high, points)
+
+
+def _ends(low: float, high: float, say: Callable[[float], str]) -> str:
+    return "none" if math.isnan(low) else f"{say(low)} to {say(high)}"
 
 
 def _spread(shares: list[float]) -> str:

@@ -1,4 +1,4 @@
-"""Views as data for the page: which ones a result supports, and their JSON made safe inside HTML."""
+"""Views as data for the page: which ones a result supports, and their JSON packed for the page."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from markupsafe import Markup
 from kvdrift import views
 from kvdrift.drift.result import Drift
 from kvdrift.errors import KvdriftError
+from kvdrift.report.packed import pack
 
 DEFAULT_HEIGHT = 560
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One drawn figure: its id on the page, heading, caption, height in pixels and JSON (safe in a script)."""
+    """One drawn figure: its id on the page, heading, caption, height in pixels and its JSON, packed by `pack`."""
 
     id: str
     heading: str
     caption: str
     height: int
-    json: Markup
+    packed: Markup
 
 
 @dataclass(frozen=True)
@@ -135,5 +136,5 @@ def draw(view: View, figure_id: str, build: Callable[[], go.Figure]) -> Figure |
         heading=view.heading,
         caption=view.caption,
         height=int(figure.layout.height or DEFAULT_HEIGHT),
-        json=Markup(script_safe(figure.to_json())),
+        packed=pack(figure.to_json()),
     )

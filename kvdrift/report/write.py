@@ -9,13 +9,13 @@ from typing import Any
 
 import jinja2
 from markupsafe import Markup
-from plotly.offline import get_plotlyjs
 
 from kvdrift.drift.result import Drift
 from kvdrift.errors import InputError
 from kvdrift.files import write_atomically
 from kvdrift.report.figures import Figure, Missing, families_figure, templates_json
 from kvdrift.report.kinds import Kind, kind_of
+from kvdrift.report.packed import plotlyjs
 from kvdrift.report.parts import subject, weights
 
 
@@ -84,7 +84,7 @@ def write_report(path: str | Path, *results: Any, title: str | None = None, comm
             shared_missing=[figure for figure in together if isinstance(figure, Missing)],
             figures=[figure for section in sections for figure in section.figures] + shared,
             templates=Markup(templates_json()),
-            plotlyjs=Markup(get_plotlyjs()),
+            plotlyjs=plotlyjs(),
             glossary=dict(pair for kind in kinds for pair in kind.glossary).items(),
             version=__version__,
         )

@@ -11,7 +11,7 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from kvdrift.drift.summary import number
+from kvdrift.drift.summary import interval, number
 from kvdrift.evaluation.conditions import Condition, Rate
 from kvdrift.evaluation.result import Evaluation
 from kvdrift.evaluation.words import percent, points
@@ -75,7 +75,7 @@ def accuracy(evaluation: Evaluation, *, dark: bool = False) -> go.Figure:
     fig = make_subplots(
         cols=2 if answered else 1, shared_yaxes=True, horizontal_spacing=0.05,
         column_widths=[0.36, 0.64] if answered else None,
-        subplot_titles=["right answers", f"{names[0]} minus {names[1]}"] if answered else ["texts that part"],
+        subplot_titles=["right answers", f"{names[0]}<br>minus {names[1]}"] if answered else ["texts that part"],
     )  # fmt: skip
     if answered:
         for trace in _accuracies(conditions, names):
@@ -85,7 +85,7 @@ def accuracy(evaluation: Evaluation, *, dark: bool = False) -> go.Figure:
     for trace in _against_null(held, conditions, answered, names):
         fig.add_trace(trace, row=1, col=column)
     span = _span(held, around_zero=answered)
-    what = f"← {names[1]} better · percentage points · {names[0]} better →"
+    what = f"percentage points<br>← {names[1]} better<br>{names[0]} better →"
     fig.update_xaxes(range=span, title_text=what if answered else "share of texts, %", row=1, col=column)
     if answered:
         fig.add_vline(x=0, line={"color": FLOOR_LINE, "width": 1}, layer="below", row=1, col=column)
@@ -93,14 +93,12 @@ def accuracy(evaluation: Evaluation, *, dark: bool = False) -> go.Figure:
     rows = list(range(len(conditions)))
     fig.update_yaxes(range=[len(rows) - 0.4, -0.62], showgrid=False, tickvals=rows)
     fig.update_yaxes(ticktext=[f"<b>{escape(c.strategy)}</b>" for c in conditions], col=1)
-    height = ROW * len(rows) + 290
-    fig.update_layout(legend={"orientation": "h", "x": 0, "y": -72 / (ROW * len(rows)), "yanchor": "top"})
     title = title_text(takeaway.accuracy(evaluation), *_details(evaluation, answered, names))
-    lay_out(fig, title, dark=dark, height=height)
-    return fig.update_layout(
-        margin={"r": 320 if answered else 180, "b": 110, "t": fig.layout.margin.t + 20}, barmode="overlay",
-        height=height + fig.layout.margin.t - 90,
+    lay_out(
+        fig, title, dark=dark, plot=ROW * len(rows), above=50, below=96 if answered else 64,
+        right=DIRECTION_COLUMN + 150 if answered else 180,
     )  # fmt: skip
+    return fig.update_layout(barmode="overlay")
 
 
 def _details(evaluation: Evaluation, answered: bool, names: tuple[str, str]) -> list[str]:
@@ -128,7 +126,7 @@ def _details(evaluation: Evaluation, answered: bool, names: tuple[str, str]) -> 
         verdict = "" if null is None else f": {', '.join(takeaway.against_null(null, null.p_gold))}"
         lines.append(
             f"Log-probability of the gold answer, {names[0]} − {names[1]}: {number(gold.value)} nats "
-            f"(95 % {number(gold.low)} to {number(gold.high)}){verdict}."
+            f"({interval(gold.low, gold.high)}){verdict}."
         )
     return lines
 
@@ -160,7 +158,7 @@ def _accuracies(conditions: Sequence[Condition], names: tuple[str, str]) -> list
 
 
 def _share(rate: Rate) -> str:
-    return f"{percent(rate.value)} (95 % {percent(rate.low)} to {percent(rate.high)})"
+    return f"{percent(rate.value)} ({interval(rate.low, rate.high, percent)})"
 
 
 def _bars(values: Sequence[tuple[float, float, float]], colour: str) -> dict[str, object]:
@@ -181,7 +179,7 @@ def _difference(c: Condition, names: tuple[str, str]) -> _Held:
     detectable = "none could be" if c.detectable is None else f"{100 * c.detectable:.1f} points"
     hover = (
         f"<b>{escape(c.strategy)}</b>: {names[0]} − {names[1]} = {points(d.value)} points"
-        f"<br>95 % {points(d.low)} to {points(d.high)} (bootstrap over items)"
+        f"<br>{interval(d.low, d.high, points)} (bootstrap over items)"
         f"<br>only {names[0]} right: {c.only_a}, only {names[1]} right: {c.only_b}"
         f"<br>{c.test}: {takeaway.p_words(c.p)}, after Holm {takeaway.p_words(c.p_holm)}"
         f"<br>smallest true difference seen with 80 % power: {detectable}"

@@ -9,6 +9,7 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from kvdrift.drift.summary import interval
 from kvdrift.evaluation.conditions import Condition
 from kvdrift.evaluation.result import Evaluation
 from kvdrift.evaluation.words import median_token, percent
@@ -62,8 +63,6 @@ def agreement(evaluation: Evaluation, *, dark: bool = False) -> go.Figure:
     fig.update_yaxes(range=[-3, 103], ticksuffix=" %")
     fig.update_xaxes(title_text="tokens written", row=rows)
     fig.update_yaxes(title_text="texts that have parted", col=1)
-    height = ROW * rows + 270
-    fig.update_layout(legend={"orientation": "h", "x": 0, "y": -74 / (ROW * rows), "yanchor": "top"})
     title = title_text(
         takeaway.agreement(evaluation),
         f"{takeaway.setting(evaluation)}. Each path reads its own text.",
@@ -71,8 +70,7 @@ def agreement(evaluation: Evaluation, *, dark: bool = False) -> go.Figure:
         f"of {end} tokens are cut off.",
         _null_words(evaluation, names),
     )
-    lay_out(fig, title, dark=dark, height=height)
-    return fig.update_layout(margin={"t": fig.layout.margin.t + 54, "b": 100}, height=height + 54)
+    return lay_out(fig, title, dark=dark, plot=ROW * rows, above=56)
 
 
 def null_incidence(evaluation: Evaluation, strategy: str) -> list[tuple[list[int], list[float]]]:
@@ -123,7 +121,7 @@ def _panel(
     against = takeaway.against_null(condition.null, math.nan if condition.null is None else condition.null.p_divergence)
     verdict = f"whole rate against re-rolls: {', '.join(against)}"
     hover = [
-        [escape(condition.strategy), percent(s / 100), percent(a / 100), percent(b / 100), verdict]
+        [escape(condition.strategy), percent(s / 100), interval(a / 100, b / 100, percent), verdict]
         for s, a, b in zip(share, low, high, strict=True)
     ]
     traces.append(
@@ -131,7 +129,7 @@ def _panel(
             x=x, y=share, mode="lines", name=f"{names[1]} has left {names[0]}", legendgroup="share", showlegend=first,
             line={"color": colour, "width": 3}, meta="share", customdata=hover,
             hovertemplate="<b>%{customdata[0]}</b>: after %{x} tokens %{customdata[1]} have parted"
-            "<br>95 % %{customdata[2]} to %{customdata[3]}<br>%{customdata[4]}<extra></extra>",
+            "<br>%{customdata[2]}<br>%{customdata[3]}<extra></extra>",
         )
     )  # fmt: skip
     half = median_token(condition)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 import unicodedata
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
@@ -16,7 +15,8 @@ from kvdrift.evaluation.records import Answer, ItemRecord, Trial
 from kvdrift.evaluation.result import Evaluation
 from kvdrift.views import takeaway_evaluation as takeaway
 from kvdrift.views.choices import menu
-from kvdrift.views.theme import lay_out, room_for, title_text
+from kvdrift.views.text_width import wrap
+from kvdrift.views.theme import NARROW, lay_out, title_text
 from kvdrift.views.words import escape, token_label
 
 MAX_TEXTS = 40  # pairs of texts held in one figure
@@ -117,11 +117,9 @@ def answers(
     menus = [menu("text", labels, labels[0], args)] if len(shown) > 1 else []
     fig.update_xaxes(range=[-0.5, WIDTH + 0.5], visible=False, fixedrange=True)
     fig.update_yaxes(range=[end + 0.4, -0.6], visible=False, fixedrange=True)
-    tallest = max(titles, key=lambda title: title.count("<br>"))
-    height = round(LINE * (end + 1)) + room_for(tallest, bool(menus)) + 30
-    lay_out(fig, titles[0], dark=dark, height=height, menus=menus)
-    return fig.update_layout(
-        margin={"l": 20, "r": 20, "b": 30, "t": room_for(tallest, bool(menus))}, barmode="overlay", showlegend=False
+    fig.update_layout(barmode="overlay", showlegend=False)
+    return lay_out(
+        fig, titles[0], dark=dark, plot=round(LINE * (end + 1)), above=8, below=30, left=20, right=20, menus=menus
     )
 
 
@@ -197,11 +195,16 @@ def _word(evaluation: Evaluation, token: int) -> str:
     return text.replace("\n", "⏎").replace(" ", "␣")
 
 
-def _heading(name: str, answer: Answer) -> str:
+def _heading(name: str, answer: Answer, columns: int) -> list[str]:
+    """What a path answered and how its text ended, in lines as wide as its column in the narrowest figure."""
     verdict = {True: ", right", False: ", wrong", None: ""}[answer.correct]
     said = "" if answer.answer is None else f"answer {answer.answer}{verdict}; "
     why = {"length": "was cut off", "eos": "ended", "stop string": "ended at a stop string", "diverged": "was stopped"}
-    return f"<b>{escape(name)}</b>: {escape(said)}{why[answer.stop]} after {len(answer.tokens)} tokens"
+    text = f"{name}: {said}{why[answer.stop]} after {len(answer.tokens)} tokens"
+    first, *rest = wrap(text, (NARROW - 60) * columns / WIDTH, 12)
+    bold = first.startswith(f"{name}:")
+    head = f"<b>{escape(name)}</b>{escape(first[len(name) :])}" if bold else escape(first)
+    return [head, *map(escape, rest)]
 
 
 # --- the page
@@ -225,15 +228,17 @@ def _page(evaluation: Evaluation, pair: _Pair) -> _Page:
         hover = [f"token {t + 1}, both paths" for t in range(part)]
         line = _place(page, evaluation, b.tokens[:part], places, line + 1, 0, ["both"] * part, hover)
     if b.divergence is None:
-        page.texts.append((0, line + 0.3, _heading("both", a)))
-        page.end = line + 0.3
+        line += 0.3
+        page.end = _lines(page, _heading("both", a, WIDTH), 0, line) - 1
         return page
     line += 0.4
     column, ends = (WIDTH - GAP) // 2, []
     kinds = _kinds(a.tokens[part:], b.tokens[part:])
+    headings = [_heading(name, answer, column) for name, answer in zip(names, (a, b), strict=True)]
+    below = line + max(map(len, headings))
     for side, (path, answer, left) in enumerate((("a", a, 0), ("b", b, column + GAP))):
         rest = answer.tokens[part:]
-        page.texts.append((left, line, _heading(names[side], answer)))
+        _lines(page, headings[side], left, line)
         places, dropped = _wrapped(evaluation, rest, column, TEXT_LINES, keep_end=False)
         words = {
             "first": "the first difference",
@@ -242,7 +247,7 @@ def _page(evaluation: Evaluation, pair: _Pair) -> _Page:
         }
         hover = [f"token {part + t + 1} of {names[side]}, {words[kind]}" for t, kind in enumerate(kinds[side])]
         colours = [kind if kind == "first" else f"{path} {kind}" for kind in kinds[side]]
-        end = _place(page, evaluation, rest, places, line + 1, left, colours, hover)
+        end = _place(page, evaluation, rest, places, below, left, colours, hover)
         if dropped:
             page.texts.append((left, end, f"… and {dropped} more token{'s' * (dropped != 1)}"))
         ends.append(end + bool(dropped))
@@ -250,15 +255,21 @@ def _page(evaluation: Evaluation, pair: _Pair) -> _Page:
     return page
 
 
+def _lines(page: _Page, texts: list[str], left: float, line: float) -> float:
+    """Put lines of text below each other; returns the line after the last one."""
+    page.texts += [(left, line + row, text) for row, text in enumerate(texts)]
+    return line + len(texts)
+
+
 def _question(record: ItemRecord, lines: int = 3) -> list[str]:
     """The end of the prompt (of a few-shot prompt, the question itself), and the right answer."""
     text = " ".join((record.prompt or f"a prompt of {record.n_prompt} token ids").split())
-    wrapped = textwrap.wrap(text, WIDTH)
+    wrapped = wrap(text, NARROW - 60, 12)
     shown = wrapped[-lines:]
     if len(wrapped) > lines:
         shown[0] = f"…{shown[0][1:]}"
     if record.reference is not None:
-        shown.append(f"Right answer: {record.reference}")
+        shown += wrap(f"Right answer: {record.reference}", NARROW - 60, 12)[:2]
     return [escape(one) for one in shown]
 
 
@@ -355,4 +366,4 @@ def _empty(evaluation: Evaluation, head: str, dark: bool) -> go.Figure:
         x=0.5, y=0.5, xref="paper", yref="paper", showarrow=False, font={"size": 15},
         text=f"<b>{escape(head)}</b><br>{bits}",
     )  # fmt: skip
-    return lay_out(fig, title_text(head, f"{takeaway.setting(evaluation)}."), dark=dark, height=280)
+    return lay_out(fig, title_text(head, f"{takeaway.setting(evaluation)}."), dark=dark, plot=140)

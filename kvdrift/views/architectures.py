@@ -67,14 +67,13 @@ def architectures(result: PaperArchitecture, *, dark: bool = False) -> go.Figure
         )  # fmt: skip
         fig.update_yaxes(col=column, **axis.settings())
     fig.update_yaxes(title_text="relative L2 drift, ‖a−b‖ / ‖b‖", col=1)
-    fig.update_layout(legend={"orientation": "h", "x": 0, "y": -0.16, "xanchor": "left", "yanchor": "top"})
     original = result.original
     title = title_text(
         result.headline(),
         f"{versus(original)}, in copies that compute the same function. Means over prompts (shade: 95 % interval); "
         f"{counts(original)}.",
     )
-    return lay_out(fig, title, dark=dark, height=600)
+    return lay_out(fig, title, dark=dark)
 
 
 def _label(summary: pd.DataFrame, arm: str) -> str:
@@ -90,7 +89,7 @@ def _floor(rows: pd.DataFrame, axis: LogAxis, *, legend: bool) -> list[go.Scatte
         return []
     x, floor = rows["layer"].to_numpy(), rows["floor"].to_numpy()
     low, high = (axis.place(rows[name].to_numpy()) for name in ("floor_low", "floor_high"))
-    name = "rounding floor of the original (range of the re-rolls)"
+    name = "rounding floor of the original (range of its re-rolls)"
     return [
         band(x, low, high, fillcolor=FLOOR, line={"width": 0}, name=name, legendgroup="floor", showlegend=legend),
         go.Scatter(

@@ -37,6 +37,8 @@ class Curve:
         95 % bootstrap interval of that median over prompts, ``[layer]``; NaN with one prompt.
     floor
         Median over the counted steps of each re-roll, ``[seed * prompt, layer]``; no rows without a floor.
+    seeds
+        How many re-rolls each prompt has.
     """
 
     layers: np.ndarray
@@ -46,6 +48,7 @@ class Curve:
     low: np.ndarray
     high: np.ndarray
     floor: np.ndarray
+    seeds: int
 
     @property
     def floor_median(self) -> np.ndarray:
@@ -70,7 +73,9 @@ class Curve:
     def floor_words(self) -> str:
         """What the band shows."""
         what = "5 to 95 % of" if len(self.floor) > BAND_LIMIT else "range of"
-        return f"rounding floor ({what} {len(self.floor)} re-rolls)"
+        prompts = len(self.floor) // max(1, self.seeds)
+        rolls = f"{self.seeds} re-roll{'s' * (self.seeds != 1)}"
+        return f"rounding floor ({what} {rolls}{f' in each of {prompts} prompts' if prompts > 1 else ''})"
 
 
 def curve_sites(drift: Drift) -> list[str]:
@@ -105,6 +110,7 @@ def curve(drift: Drift, site: str) -> Curve:
         low=low,
         high=high,
         floor=_floor(drift, site),
+        seeds=len(drift.values(site, of="floor")) if drift.has(site, of="floor") else 0,
     )
 
 

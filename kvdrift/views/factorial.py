@@ -16,7 +16,9 @@ from kvdrift.views.choices import whole_numbers
 from kvdrift.views.curves import LogAxis
 from kvdrift.views.interventions import percent, size
 from kvdrift.views.step_curves import step_curve, step_traces, zero_words
-from kvdrift.views.theme import FLOOR_LINE, PATH_A, PATH_B, SERIES, lay_out, title_text
+from kvdrift.views.text_width import wrap
+from kvdrift.views.theme import FLOOR_LINE, NARROW, PATH_A, PATH_B, SERIES, lay_out, title_text
+from kvdrift.views.words import escape
 
 LINES: dict[str, dict[str, Any]] = {
     "both: the whole path": {"colour": SERIES[4], "width": 3.0, "shade": True},
@@ -71,13 +73,14 @@ def factorial(factorial: Factorial, *, metric: str = "logit_l2", dark: bool = Fa
         curves[pair] = step_curve(values, same, ran, intervals=pair == WHOLE)
     axis = LogAxis.of([np.stack([curve.median, curve.low, curve.high]) for curve in curves.values()])
     words = EDGES | PLACEBOS | {WHOLE: f"{factorial.on.label} against {factorial.off.label}"}
-    headings = [heading.format(on=factorial.on.label, off=factorial.off.label) for heading in PANELS]
+    headings = [
+        _panel_title(heading.format(on=factorial.on.label, off=factorial.off.label), _equal(factorial, pairs))
+        for heading, pairs in PANELS.items()
+    ]
+    lines = max(heading.count("<br>") for heading in headings)
     fig = make_subplots(
         rows=1, cols=2, horizontal_spacing=0.05, shared_yaxes=True,
-        subplot_titles=[
-            f"<b>{heading}</b><br><span style='font-size:12px'>{_equal(factorial, pairs)}</span>"
-            for heading, pairs in zip(headings, PANELS.values(), strict=True)
-        ],
+        subplot_titles=headings,
     )  # fmt: skip
     for column, pairs in enumerate(PANELS.values(), start=1):
         for (name, look), pair in zip(LINES.items(), pairs, strict=True):
@@ -90,15 +93,13 @@ def factorial(factorial: Factorial, *, metric: str = "logit_l2", dark: bool = Fa
     zero = zero_words(*(np.stack([factorial.values(pair, name) for pair in curves]) for name in (metric, "identical")))
     fig.update_yaxes(**axis.settings(zero))
     fig.update_yaxes(title_text=METRICS[metric], row=1, col=1)
-    fig.update_layout(legend={"orientation": "h", "x": 0, "y": -0.16, "yanchor": "top"})
     title = title_text(
         takeaway.factorial(factorial, metric),
         f"K/V state × kernel by step, on the same tokens; median over prompts (shade: 95 % interval). "
         f"{model_name(factorial.on.model)} in {factorial.on.dtype}, {size(factorial)}. Kernel: one-token decode or "
         "full recompute.",
     )
-    lay_out(fig, title, dark=dark, height=600)
-    return fig.update_layout(margin={"t": fig.layout.margin.t + 40, "b": 100})
+    return lay_out(fig, title, dark=dark, above=24 + 19 * lines)
 
 
 def _equal(factorial: Factorial, pairs: tuple[str, ...]) -> str:
@@ -107,7 +108,14 @@ def _equal(factorial: Factorial, pairs: tuple[str, ...]) -> str:
         return "no step counts"
     shares = [_share(factorial, pair) for pair in pairs]
     both, ulp, kernel, state = (percent(share) for share in shares)
-    return f"bit for bit equal: kernel {kernel}, K/V {state},<br>both {both}, placebo {ulp} of steps"
+    return f"bit for bit equal: kernel {kernel}, K/V {state}, both {both}, placebo {ulp} of steps"
+
+
+def _panel_title(heading: str, equal: str) -> str:
+    """A panel's heading and its shares, broken to half of the narrowest figure."""
+    room = (NARROW - 130) / 2
+    bold = "<br>".join(f"<b>{escape(line)}</b>" for line in wrap(heading, room, 16, bold=True))
+    return bold + "".join(f"<br><span style='font-size:12px'>{line}</span>" for line in wrap(equal, room, 12))
 
 
 def _share(factorial: Factorial, pair: str) -> float:

@@ -62,13 +62,12 @@ def families(
         fig.add_traces(curve_traces(drift, shape, shape.depth, axis, name=escape(name), colour=colour))
     fig.update_xaxes(title_text="relative depth, (layer + 1) / number of layers", range=[-0.01, 1.03], tickformat=".0%")
     fig.update_yaxes(title_text="relative L2 drift, ‖a−b‖ / ‖b‖", **axis.settings())
-    fig.update_layout(legend={"x": 1.01, "y": 1, "xanchor": "left", "yanchor": "top"})
     title = title_text(
         takeaway.families(named, site),
         f"Drift at {site} over relative depth, {len(named)} model{'s' * (len(named) != 1)}; "
         "shade: 95 % interval over prompts, dashed: the model's own rounding floor (re-rolled sums).",
     )
-    return lay_out(fig, title, dark=dark, height=600)
+    return lay_out(fig, title, dark=dark)
 
 
 def _named(drifts: Mapping[str, Drift] | Sequence[Drift]) -> list[tuple[str, Drift]]:

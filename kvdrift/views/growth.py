@@ -75,7 +75,6 @@ def growth(drift: Drift, *, site: str = "resid_post", dark: bool = False) -> go.
                     "ticks": "", "showline": False, "fixedrange": True},
             xaxis={"anchor": "y2"},
         )  # fmt: skip
-    fig.update_layout(legend={"x": 1.01, "y": 1, "xanchor": "left", "yanchor": "top"})
     menus = []
     if len(sites) > 1:
         args = [
@@ -86,7 +85,7 @@ def growth(drift: Drift, *, site: str = "resid_post", dark: bool = False) -> go.
             for s in sites
         ]
         menus.append(menu("site", sites, site, args))
-    return lay_out(fig, _title(drift, site), dark=dark, menus=menus, height=640)
+    return lay_out(fig, _title(drift, site), dark=dark, menus=menus, plot=440)
 
 
 def _title(drift: Drift, site: str) -> str:

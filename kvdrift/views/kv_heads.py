@@ -14,7 +14,7 @@ from kvdrift.errors import SiteError
 from kvdrift.views import takeaway
 from kvdrift.views.choices import budget, check_prompt, prompt_menu, slider, stride_note, whole_numbers
 from kvdrift.views.scale import Scale
-from kvdrift.views.theme import lay_out, title_text
+from kvdrift.views.theme import SLIDER, lay_out, title_text
 from kvdrift.views.words import cell_text, counts, escape, layer_kinds, prompt_label, step_texts, versus
 
 NAMES = {"q": "Q, per query head", "k": "K, per KV head", "v": "V, per KV head", "z": "z, per query head"}
@@ -110,7 +110,7 @@ def kv_heads(drift: Drift, *, prompt: int = 0, sites: tuple[str, ...] = ("k", "v
     }
     choices = [[{"visible": [p == c for p, _ in states]}, {"title.text": titles[c]}] for c in prompts]
     menus = prompt_menu(drift, prompts, prompt, choices)
-    return lay_out(fig, titles[prompt], dark=dark, menus=menus, height=680)
+    return lay_out(fig, titles[prompt], dark=dark, menus=menus, below=SLIDER)
 
 
 def _existing(drift: Drift, site: str) -> np.ndarray:

@@ -13,7 +13,7 @@ from kvdrift.errors import InputError, SiteError
 from kvdrift.views import takeaway
 from kvdrift.views.choices import budget, check_prompt, prompt_menu, slider, stride_note, whole_numbers
 from kvdrift.views.scale import Scale
-from kvdrift.views.theme import BOUNDARY, FLIP, PATH_A, lay_out, title_text
+from kvdrift.views.theme import BOUNDARY, FLIP, PATH_A, SLIDER, lay_out, title_text
 from kvdrift.views.words import cell_text, cell_texts, escape, prompt_label, token_label, versus
 
 SITES = ("k", "v")
@@ -82,10 +82,7 @@ def kv_positions(drift: Drift, *, prompt: int = 0, head: int | None = None, dark
         trace = _fixed(drift, p, site, changing["kind"], stride)
         trace["showlegend"] = changing["kind"] in ("outside", "one path", "prompt") and site == "k" and p == prompt
         fig.add_trace({**trace, **_changing(changing), "visible": p == prompt}, row=SITES.index(site) + 1, col=1)
-    fig.update_layout(
-        coloraxis=scale.coloraxis(),
-        legend={"orientation": "h", "x": 1, "xanchor": "right", "y": 1.02, "yanchor": "bottom"},
-    )
+    fig.update_layout(coloraxis=scale.coloraxis())
     longest, n_layers = max(_length(drift, p) for p in prompts), drift.architecture.n_layers
     fig.update_xaxes(showgrid=False, range=[-0.5, longest - 0.5], **whole_numbers(longest))
     fig.update_xaxes(title_text="absolute position (0 is the first prompt token)", row=2, col=1)
@@ -107,7 +104,7 @@ def kv_positions(drift: Drift, *, prompt: int = 0, head: int | None = None, dark
     menus = prompt_menu(
         drift, prompts, prompt, [[{"visible": [p == c for p in owner]}, {"title.text": titles[c]}] for c in prompts]
     )
-    return lay_out(fig, titles[prompt], dark=dark, menus=menus, height=700)
+    return lay_out(fig, titles[prompt], dark=dark, menus=menus, plot=460, below=SLIDER)
 
 
 def _length(drift: Drift, prompt: int | None) -> int:

@@ -48,7 +48,7 @@ PREDICTIONS = {
 }
 """Columns of ``ratios()`` that become markers: name, colour, symbol."""
 ROW = 26  # pixels from one arm to the next
-COLUMNS = ((1.01, "KL (nats)"), (1.13, "flips [≤]"), (1.25, "ties [≤]"))
+COLUMNS = ((12, "KL (nats)"), (88, "flips [≤]"), (166, "ties [≤]"))  # pixels to the right of the plot
 
 
 def ladder(ladder: Ladder, *, reference: str | None = None, dark: bool = False) -> go.Figure:
@@ -110,8 +110,8 @@ def ladder(ladder: Ladder, *, reference: str | None = None, dark: bool = False) 
     fig.add_trace(_zeros(ladder, rows, axis, [arm for arm in each if table.loc[arm, "kl"] == 0]))
     for arm, row in rows.items():
         _beside(fig, ladder, arm, row, axis)
-    for place, name in COLUMNS:
-        _text(fig, place, -1.0, f"<b>{name}</b>")
+    for shift, heading in COLUMNS:
+        _text(fig, shift, -1.0, f"<b>{heading}</b>")
     bottom = max(rows.values()) + 0.7
     fig.update_yaxes(
         tickmode="array", tickvals=list(rows.values()), range=[bottom, -1.6], showgrid=True,
@@ -123,7 +123,6 @@ def ladder(ladder: Ladder, *, reference: str | None = None, dark: bool = False) 
             font={"size": 12, "color": FLOOR_LINE},
         )  # fmt: skip
     fig.update_xaxes(**axis.settings("bit-<br>identical"), title_text="KL(b‖a) in nats, mean over prompts", tickangle=0)
-    fig.update_layout(legend={"orientation": "h", "x": 0, "y": -70 / (ROW * bottom), "yanchor": "top"})
     n, steps = len(ladder.prompts), int(ladder.counted.sum())
     title = title_text(
         takeaway(ladder),
@@ -131,8 +130,7 @@ def ladder(ladder: Ladder, *, reference: str | None = None, dark: bool = False) 
         "counted steps, the same tokens in every arm. Bars: 95 % interval over prompts. Predictions start from "
         f"{reference} (dotted line). In brackets: 95 % upper bound of the share of prompts with a flip or a tie.",
     )
-    lay_out(fig, title, dark=dark, height=round(ROW * (bottom + 1.6)) + 250)
-    return fig.update_layout(margin={"r": 270, "b": 140})
+    return lay_out(fig, title, dark=dark, plot=round(ROW * (bottom + 1.6)), above=8, below=90, right=250)
 
 
 def takeaway(ladder: Ladder) -> str:
@@ -240,7 +238,8 @@ def _beside(fig: go.Figure, ladder: Ladder, arm: str, row: float, axis: LogAxis)
     if not rung.ran:
         colour = NOT_FINITE if rung.status == "not finite" else FLOOR_LINE
         fig.add_annotation(
-            x=COLUMNS[0][0], xref="paper", xanchor="left", y=row, text=f"<b>{rung.status}</b>", showarrow=False,
+            x=1, xshift=COLUMNS[0][0], xref="paper", xanchor="left", y=row, text=f"<b>{rung.status}</b>",
+            showarrow=False,
             font={"size": 12, "color": colour}, hovertext="<br>".join(_wrapped(rung.reason or "")),
         )  # fmt: skip
         return
@@ -250,8 +249,10 @@ def _beside(fig: go.Figure, ladder: Ladder, arm: str, row: float, axis: LogAxis)
         _text(fig, place, row, f"{events} [{percent(bound)}]")
 
 
-def _text(fig: go.Figure, x: float, y: float, text: str) -> None:
-    fig.add_annotation(x=x, xref="paper", xanchor="left", y=y, text=text, showarrow=False, font={"size": 12})
+def _text(fig: go.Figure, shift: float, y: float, text: str) -> None:
+    fig.add_annotation(
+        x=1, xshift=shift, xref="paper", xanchor="left", y=y, text=text, showarrow=False, font={"size": 12}
+    )
 
 
 def _wrapped(text: str, width: int = 70) -> list[str]:

@@ -87,13 +87,12 @@ def precision(drift: Drift, *, site: str = "resid_post", dark: bool = False) -> 
     fig.update_yaxes(title_text="relative L2 drift, ‖a−b‖ / ‖b‖", row=1, col=1)
     fig.update_yaxes(showticklabels=False, row=1, col=2)
     fig.update_yaxes(title_text="KL(b‖a) in nats", matches=None, **kl_axis.settings("exactly 0"), row=1, col=3)
-    fig.update_layout(legend={"orientation": "h", "x": 0, "y": -0.14, "yanchor": "top"}, margin={"b": 100})
     title = title_text(
         takeaway.precision(drift, control, site),
         f"Drift by layer at {site}, and KL at every step, in two dtypes on the same tokens. {versus(drift)}; "
         f"control in {names[1]}. {counts(drift)}.",
     )
-    return lay_out(fig, title, dark=dark, height=600)
+    return lay_out(fig, title, dark=dark, plot=400)
 
 
 def _name(drift: Drift) -> str:

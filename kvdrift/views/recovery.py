@@ -178,10 +178,7 @@ def _heatmap(
     legend = _legend(trivial, undefined)
     fig.add_traces(legend)
     owner += [None] * len(legend)
-    fig.update_layout(
-        coloraxis={"cmin": -1, "cmax": 1, "colorscale": DIVERGING, "colorbar": bar},
-        legend={"orientation": "h", "x": 1, "xanchor": "right", "y": 1.0, "yanchor": "bottom"},
-    )  # fmt: skip
+    fig.update_layout(coloraxis={"cmin": -1, "cmax": 1, "colorscale": DIVERGING, "colorbar": bar})
     fig.update_xaxes(**_ticks(grid.x, 24), showgrid=False)
     fig.update_yaxes(**_ticks(grid.y, 32), showgrid=False)
     menus = []
@@ -189,8 +186,7 @@ def _heatmap(
         labels = [escape(label) for label in grid.panels]
         args = [[{"visible": [o in (label, None) for o in owner]}] for label in grid.panels]
         menus.append(menu("panel", labels, escape(first), args))
-    height = min(900, max(440, 260 + 20 * len(grid.y.values)))
-    return lay_out(fig, title, dark=dark, menus=menus, height=height)
+    return lay_out(fig, title, dark=dark, menus=menus, plot=min(660, max(260, 20 * len(grid.y.values))), above=12)
 
 
 def _first_panel(grid: Grid, table: pd.DataFrame) -> str:

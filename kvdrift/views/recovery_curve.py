@@ -92,7 +92,6 @@ def recovery_curve(result: Outcomes, cell: int = 0, *, metric: str = "logit_l2",
     )  # fmt: skip
     zero = zero_words(result.arrays[metric], result.arrays["identical"])
     fig.update_yaxes(title_text=DISTANCES[metric], **axis.settings(zero))
-    fig.update_layout(legend={"x": 1.01, "y": 1, "xanchor": "left", "yanchor": "top"})
     layouts = {c: {"title.text": _title(result, c, metric)} | _shading(result, c, last) for c in cells}
     fig.update_layout(shapes=layouts[cell]["shapes"], annotations=layouts[cell]["annotations"])
     menus = []
@@ -104,7 +103,7 @@ def recovery_curve(result: Outcomes, cell: int = 0, *, metric: str = "logit_l2",
             for c in cells
         ]
         menus.append(menu("cell", labels, labels[cells.index(cell)], args))
-    return lay_out(fig, layouts[cell]["title.text"], dark=dark, menus=menus, height=580)
+    return lay_out(fig, layouts[cell]["title.text"], dark=dark, menus=menus, plot=400)
 
 
 @dataclass(frozen=True)

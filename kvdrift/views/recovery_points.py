@@ -55,7 +55,7 @@ def points(cells: Sequence[Point], axis: Axis | None, reference: str, title: str
         labels = [escape(cell.name) for cell in cells]
         fig.update_xaxes(**scale)
         fig.update_yaxes(tickvals=places, ticktext=labels, range=[len(cells) - 0.4, -0.6], showgrid=False)
-        height = 300 + max(120, 30 * len(cells))
+        height = max(120, 30 * len(cells))
     else:
         every = max(1, -(-len(cells) // 32))
         fig.update_yaxes(**scale)
@@ -63,10 +63,8 @@ def points(cells: Sequence[Point], axis: Axis | None, reference: str, title: str
             title_text=axis.title, tickvals=places[::every], ticktext=axis.labels[::every],
             range=[-0.6, len(cells) - 0.4], showgrid=False,
         )  # fmt: skip
-        height = 560
-    fig.update_layout(legend={"orientation": "h", "x": 0, "y": 1.0, "yanchor": "bottom"})
-    lay_out(fig, title, dark=dark, height=height)
-    return fig.update_layout(margin={"t": fig.layout.margin.t + 34})
+        height = 380
+    return lay_out(fig, title, dark=dark, plot=height, above=12, below=78)
 
 
 def _turned(mark: dict[str, Any], sideways: bool) -> dict[str, Any]:

@@ -6,13 +6,14 @@ on traces (and so do not change with the template) read well on both.
 
 from __future__ import annotations
 
-import textwrap
+import html
 from collections.abc import Sequence
 from typing import Any
 
 import plotly.graph_objects as go
 import plotly.io as pio
 
+from kvdrift.views.text_width import width, wrap
 from kvdrift.views.words import escape
 
 IDENTICAL = "#a3aab4"  # exact zeros: bit-identical
@@ -25,10 +26,14 @@ FLOOR_LINE = "#8a929e"
 BOUNDARY = "#8a929e"
 SERIES = ("#2f7fd1", "#e08a2e", "#2e9e73", "#c9578f", "#8d6cc9", "#b59a00", "#19a3b8", "#d4552d")
 
-TITLE_WIDTH = 70  # characters at the title's size in a figure 850 px wide, as in JupyterLab
-SUBTITLE_WIDTH = 108
-NARROW = 700  # pixels: the narrowest plot, as in a notebook, whose dropdowns do not overlap
+NARROW = 700  # pixels: the narrowest figure, as in a notebook, in which nothing overlaps
+EDGE = 16  # pixels left free at both sides of titles and legends
+MODEBAR = 28  # pixels at the top that belong to Plotly's buttons
 LINE = 22  # pixels from one title line to the next
+TITLE, SUBTITLE, SMALL = 17, 13, 12  # font sizes
+MENU = 40  # pixels of a row of dropdowns
+SLIDER = 130  # pixels below a plot that has ticks, an axis title and a slider
+LEGEND = 21  # pixels of a row of the legend
 
 
 def _template(*, text: str, paper: str, grid: str, control: str, border: str) -> go.layout.Template:
@@ -50,7 +55,7 @@ def _template(*, text: str, paper: str, grid: str, control: str, border: str) ->
             "paper_bgcolor": paper,
             "plot_bgcolor": paper,
             "colorway": list(SERIES),
-            "title": {"x": 0, "xref": "paper", "xanchor": "left", "font": {"size": 17, "color": text}},
+            "title": {"xanchor": "left", "font": {"size": TITLE, "color": text}},
             "margin": {"l": 70, "r": 30, "b": 60, "t": 90},
             "xaxis": axis,
             "yaxis": axis,
@@ -86,39 +91,122 @@ def apply(fig: go.Figure, dark: bool = False) -> go.Figure:
 
 
 def title_text(headline: str, *details: str) -> str:
-    """A bold takeaway, then what is shown in smaller type, wrapped; every part is escaped."""
-    head = "<br>".join(f"<b>{escape(line)}</b>" for line in textwrap.wrap(headline, TITLE_WIDTH))
-    lines = [escape(line) for detail in details if detail for line in textwrap.wrap(detail, SUBTITLE_WIDTH)]
-    return head + "".join(f'<br><span style="font-size:13px">{line}</span>' for line in lines)
+    """A bold takeaway, then what is shown in smaller type, wrapped to the narrowest figure; every part is escaped."""
+    room = NARROW - 2 * EDGE
+    head = "<br>".join(f"<b>{escape(line)}</b>" for line in wrap(headline, room, TITLE, bold=True))
+    lines = [escape(line) for detail in details for line in wrap(detail, room, SUBTITLE)]
+    return head + "".join(f'<br><span style="font-size:{SUBTITLE}px">{line}</span>' for line in lines)
 
 
 def lay_out(
-    fig: go.Figure, title: str, *, dark: bool, height: int = 620, menus: Sequence[dict[str, Any]] = ()
+    fig: go.Figure,
+    title: str,
+    *,
+    dark: bool,
+    plot: int = 420,
+    above: int = 30,
+    below: int = 64,
+    left: int = 70,
+    right: int = 30,
+    menus: Sequence[dict[str, Any]] = (),
 ) -> go.Figure:
-    """Template, title, and a row of dropdowns between title and plot, left to right."""
-    top = room_for(title, bool(menus))
+    """Template and lanes, from top to bottom: Plotly's buttons, title, dropdowns, plot, legend.
+
+    Every lane has its own pixels, reserved for the tallest title that a dropdown can set and for a figure `NARROW`
+    pixels wide, so that nothing lies over anything else at any width from there on.
+
+    Parameters
+    ----------
+    plot
+        Height of the plot, pixels.
+    above, below
+        Pixels for what stands right above the plot (titles of panels) and below it (ticks, axis titles, sliders).
+    left, right
+        Pixels beside the plot; ticks make more room for themselves.
+    menus
+        Dropdowns; rows of them stand between title and plot.
+    """
+    rows = _rows(menus, NARROW - left - right)
+    lines = max(text.count("<br>") + 1 for text in (title, *_titles(menus)))
+    top = MODEBAR + LINE * lines + 12 + MENU * len(rows) + above
+    legend = _legend_height(fig)
+    height = top + plot + below + legend
     apply(fig, dark)
     fig.update_layout(
-        title={"text": title, "y": 1 - 28 / height, "yref": "container", "yanchor": "top"},
-        margin={"t": top},
+        title={"text": title, "x": 0, "xref": "container", "pad": {"l": EDGE}, "y": 1 - (MODEBAR + TITLE) / height,
+               "yref": "container", "yanchor": "top"},
+        margin={"t": top, "b": below + legend, "l": left, "r": right},
+        legend={"orientation": "h", "x": EDGE / NARROW, "xref": "container", "xanchor": "left", "y": 0,
+                "yref": "container", "yanchor": "bottom"},
         height=height,
         hovermode="closest",
-    )
+    )  # fmt: skip
     if menus:
-        fig.update_layout(updatemenus=_row(menus))
+        fig.update_layout(updatemenus=_placed(rows, above))
     return fig
 
 
-def room_for(title: str, menus: bool) -> int:
-    """Pixels above the plot: the title's lines, a dropdown row if there is one, and panel titles."""
-    return 28 + LINE * title.count("<br>") + 30 + (42 if menus else 0)
+def _titles(menus: Sequence[dict[str, Any]]) -> list[str]:
+    """The titles that dropdowns set."""
+    parts = [part for menu in menus for button in menu["buttons"] for part in button["args"]]
+    return [part["title.text"] for part in parts if isinstance(part, dict) and "title.text" in part]
 
 
-def _row(menus: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Place dropdowns side by side by the length of their longest label."""
-    x, placed = 0.0, []
+def _menu_width(menu: dict[str, Any]) -> float:
+    return max(width(html.unescape(button["label"]), SMALL) for button in menu["buttons"]) + 46
+
+
+def _rows(menus: Sequence[dict[str, Any]], room: float) -> list[list[dict[str, Any]]]:
+    """Dropdowns in rows that fit the narrowest figure."""
+    rows: list[list[dict[str, Any]]] = []
+    taken = room
     for menu in menus:
-        placed.append({"type": "dropdown", "direction": "down", "x": x, "xanchor": "left", "y": 1,
-                       "yanchor": "bottom", "pad": {"b": 14, "r": 6}, **menu})  # fmt: skip
-        x += (max(len(button["label"]) for button in menu["buttons"]) * 7.2 + 44) / NARROW
+        wanted = _menu_width(menu)
+        if not rows or taken + wanted > room:
+            rows.append([])
+            taken = 0
+        rows[-1].append(menu)
+        taken += wanted
+    return rows
+
+
+def _placed(rows: Sequence[Sequence[dict[str, Any]]], above: int) -> list[dict[str, Any]]:
+    """Every dropdown at its place in pixels, whatever the width of the plot: padding counts in pixels."""
+    placed = []
+    for down, row in enumerate(rows):
+        x, up = 0.0, len(rows) - 1 - down
+        for menu in row:
+            pad = {"l": round(x), "b": above + 6 + MENU * up, "t": 0, "r": 0}
+            placed.append({"type": "dropdown", "direction": "down", "x": 0, "xanchor": "left", "y": 1,
+                           "yanchor": "bottom", "pad": pad, **menu})  # fmt: skip
+            x += _menu_width(menu)
     return placed
+
+
+def _legend_height(fig: go.Figure) -> int:
+    """Pixels that the legend takes in the narrowest figure; each group is a column, as Plotly sets them."""
+    if fig.layout.showlegend is False:
+        return 0
+    groups: dict[str, dict[str, float]] = {}
+    shown = [trace for trace in fig.data if trace.showlegend is not False and trace.name and _has_entry(trace)]
+    for trace in shown:
+        name = html.unescape(trace.name)
+        groups.setdefault(trace.legendgroup or f"alone {name}", {})[name] = 52 + width(name, SMALL)
+    if len(shown) < 2 and not any(trace.showlegend for trace in shown):
+        return 0  # Plotly shows no legend of a single trace
+    room = NARROW - 2 * EDGE
+    sizes = [(max(names.values()), len(names)) for names in groups.values()]
+    grouped = any(trace.legendgroup for trace in shown)
+    if not grouped and sum(size for size, _ in sizes) > room:  # then all entries get the width of the longest
+        sizes = [(max(size for size, _ in sizes), 1)] * len(sizes)
+    height, taken, tallest = 0, 0.0, 0
+    for size, count in sizes:
+        if taken and taken + size > room:
+            height, taken, tallest = height + tallest, 0.0, 0
+        taken, tallest = taken + size, max(tallest, count)
+    return LEGEND * (height + tallest) + 14
+
+
+def _has_entry(trace: Any) -> bool:
+    """Whether a trace of this kind has an entry in the legend by default."""
+    return trace.type not in ("heatmap",)

@@ -15,7 +15,7 @@ from kvdrift.errors import SiteError
 from kvdrift.views import takeaway
 from kvdrift.views.choices import MAX_PROMPTS, check_prompt, prompt_menu, whole_numbers
 from kvdrift.views.curves import LogAxis
-from kvdrift.views.theme import FLIP, PATH_A, PATH_B, lay_out, room_for, title_text
+from kvdrift.views.theme import FLIP, PATH_A, PATH_B, lay_out, title_text
 from kvdrift.views.words import cell_text, prompt_label, step_texts, token_label, versus
 
 LINE_HEIGHT = 58  # pixels for the two rows of one line
@@ -92,13 +92,10 @@ def tokens(drift: Drift, *, prompt: int = 0, dark: bool = False) -> go.Figure:
         title_text="step (each step predicts one new token)", range=[-0.7, last + 0.7],
         **whole_numbers(len(drift.steps)), row=2, col=1,
     )  # fmt: skip
-    fig.update_layout(legend={"orientation": "h", "x": 1, "xanchor": "right", "y": 1.0, "yanchor": "bottom"})
     titles = {p: _title(drift, p, lines * width, len(prompts)) for p in prompts}
     args = [[{"visible": [o in (p, -1) for o in owner]}, {"title.text": titles[p]}] for p in prompts]
     menus = prompt_menu(drift, prompts, prompt, args)
-    title = titles[prompt]
-    room = room_for(title, bool(menus)) + 60
-    return lay_out(fig, title, dark=dark, menus=menus, height=grid + below + 62 + room)
+    return lay_out(fig, titles[prompt], dark=dark, menus=menus, plot=grid + below + 62, above=8)
 
 
 def _title(drift: Drift, prompt: int, drawn: int, n_prompts: int) -> str:

@@ -13,7 +13,7 @@ from kvdrift.patching.result import PatchResult
 from kvdrift.views import takeaway_patching as takeaway
 from kvdrift.views.choices import MAX_PROMPTS, check_prompt, prompt_menu
 from kvdrift.views.interventions import into
-from kvdrift.views.theme import FLIP, PATH_A, lay_out, room_for, title_text
+from kvdrift.views.theme import FLIP, PATH_A, lay_out, title_text
 from kvdrift.views.words import escape, prompt_label, token_label
 
 LINE_HEIGHT = 84  # pixels for the three rows of one line
@@ -85,13 +85,10 @@ def trajectories(patch_result: PatchResult, *, prompt: int = 0, dark: bool = Fal
         range=[-4 * lines + 1.2, 1.1], showgrid=False, showline=False, ticks="",
         ticklabelstandoff=8,
     )  # fmt: skip
-    fig.update_layout(legend={"orientation": "h", "x": 1, "xanchor": "right", "y": 1.0, "yanchor": "bottom"})
     titles = {p: _title(patch_result, p, lines * width, len(prompts)) for p in prompts}
     args = [[{"visible": [o in (p, -1) for o in owner]}, {"title.text": titles[p]}] for p in prompts]
     menus = prompt_menu(patch_result, prompts, prompt, args)
-    height = lines * LINE_HEIGHT + 70 + room_for(titles[prompt], bool(menus))
-    lay_out(fig, titles[prompt], dark=dark, menus=menus, height=height)
-    return fig.update_layout(margin={"b": 20, "t": fig.layout.margin.t + 14})
+    return lay_out(fig, titles[prompt], dark=dark, menus=menus, plot=lines * LINE_HEIGHT + 30, above=8, below=20)
 
 
 def _row_label(result: PatchResult, arm: str, before: str) -> str:

@@ -1,5 +1,6 @@
 import json
 import os
+import shlex
 import subprocess
 import sys
 
@@ -143,7 +144,21 @@ def test_demo(folder, tmp_path, capsys):
     assert "demo.html" in captured.out
     assert "In float32, on the same tokens" in captured.out
     assert "Wrote" not in captured.err
+    wrote, following = captured.out.splitlines()[-2:]
+    assert wrote == f"Wrote {page}: open it in a browser (--open does)"
+    assert following.startswith(f"Next, on a text of your own: kvdrift compare {folder} --prompt ")
     assert "kvdrift demo --model tiny-llama --quick" in page.read_text(encoding="utf-8")
+
+
+def test_demo_opens_its_report_and_its_next_command_runs(folder, tmp_path, capsys, monkeypatch):
+    opened = []
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    monkeypatch.chdir(tmp_path)
+    assert main(["demo", "--model", str(folder), "--quick", "--open"]) == 0
+    assert opened == [(tmp_path / "kvdrift-report.html").as_uri()]
+    following = capsys.readouterr().out.splitlines()[-1].partition("kvdrift ")[2]
+    assert main([*shlex.split(following), "--max-new-tokens", "2", "--floor", "0"]) == 0
+    assert (tmp_path / "mine.html").is_file()
 
 
 def test_a_saved_drift_can_be_read_again(folder, tmp_path):

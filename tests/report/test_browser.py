@@ -99,3 +99,13 @@ def test_a_phone_is_not_scrolled_sideways(opened):
     finally:
         opened.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
     assert width <= 390
+
+
+def test_a_browser_that_cannot_unpack_says_what_can(browser, drift, tmp_path):
+    path = write_report(tmp_path / "old.html", drift)
+    page = path.read_text(encoding="utf-8").replace("typeof DecompressionStream", '"undefined"')
+    path.write_text(page.replace('"undefined" === "undefined"', "true"), encoding="utf-8")
+    browser.get(path.as_uri())
+    shown = browser.execute_script("return [...document.querySelectorAll('.plot')].map(plot => plot.textContent)")
+    assert len(shown) == 6
+    assert all("cannot unpack" in text and "Firefox 113" in text for text in shown)

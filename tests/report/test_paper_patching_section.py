@@ -3,6 +3,7 @@ import pytest
 from kvdrift.experiments.paper_patching import CONDITIONS, SCHEDULES, PaperPatching
 from kvdrift.patching.spec import Cell, Patch
 from kvdrift.report import load_result, write_report
+from kvdrift.report.packed import unpack
 from kvdrift.report.paper_patching_section import section
 
 
@@ -37,7 +38,7 @@ def test_both_directions_are_drawn_and_tabled(result, tmp_path):
         assert row[3] == f"{expected.recovery:.2f}".replace("-", "−")
     assert made.reading == result.reading()
     assert all(sentence.startswith(("ON ← OFF: ", "OFF ← ON: ")) for sentence in made.reading)
-    assert "KV, persistent" in made.figures[1].json
+    assert "KV, persistent" in unpack(made.figures[1].packed)
     assert write_report(tmp_path / "r.html", result).is_file()
 
 

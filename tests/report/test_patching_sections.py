@@ -8,6 +8,7 @@ import pytest
 from kvdrift import views
 from kvdrift.drift.summary import number
 from kvdrift.report import glossary, kinds, write_report
+from kvdrift.report.packed import unpack
 from kvdrift.report.patching_section import best_cell, sweep_section
 
 
@@ -72,7 +73,7 @@ def test_figures_are_what_the_views_return(page, results):
     assert found == {f"{name}-data" for name in expected}
     for name, figure in expected.items():
         figure.layout.template = None
-        assert json.loads(page.scripts[f"{name}-data"]) == json.loads(figure.to_json())
+        assert json.loads(unpack(page.scripts[f"{name}-data"])) == json.loads(figure.to_json())
     plots = [name for _, name, kind in page.ids if kind == "plot"]
     assert len(plots) == len(set(plots))
 

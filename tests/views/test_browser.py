@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import plotly.graph_objects as go
@@ -9,6 +10,7 @@ import pytest
 from plotly.offline import get_plotlyjs
 
 from kvdrift import views
+from kvdrift.experiments import PaperArchitecture
 from kvdrift.views.theme import apply
 
 pytestmark = pytest.mark.browser
@@ -288,3 +290,100 @@ def test_the_dropdown_of_answers_changes_texts_and_title(browser, made_evaluatio
     text = hover_text(browser, fig.data[2].base[0] + 1, fig.data[2].y[0])
     assert "token 1" in text
     assert errors(browser) == []
+
+
+# --- lanes: nothing lies over anything else
+
+
+BOXES = """
+const gd = document.getElementById('gd'), frame = gd.getBoundingClientRect(), boxes = [];
+const each = (kind, selector) => gd.querySelectorAll(selector).forEach(node => {
+    const r = node.getBoundingClientRect();
+    if (r.width > 1 && r.height > 1)
+        boxes.push([kind, node.textContent.slice(0, 30), r.left - frame.left, r.top - frame.top,
+                    r.right - frame.left, r.bottom - frame.top]);
+});
+each('title', '.gtitle'); each('buttons', '.modebar'); each('legend', '.legend .bg');
+each('menu', '.updatemenu-header');
+each('slider', '.slider-group'); each('note', '.annotation-text-g'); each('scale', '.colorbar');
+each('plot', '.bglayer .bg'); each('axis', '.xtitle, .x2title, .x3title, .ytitle, .y2title, .y3title');
+return [frame.width, frame.height, boxes];
+"""
+LONG_NAME = "organisation/a-model-with-a-rather-long-name-135m-instruct"
+VIEWS = (
+    *NAMES, "growth of one prompt", "families", "architectures", "ladder", "recovery", "recovery points",
+    "recovery labels", "recovery_curve", "factorial", "trajectories", "accuracy", "agreement", "answers",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def long_drift(make_drift):
+    return make_drift(model=LONG_NAME, n_layers=30, n_steps=32, prompt_length=40, window=24)
+
+
+def any_view(name, long_drift, make_drift, made, made_ladder, made_evaluation):
+    if name in NAMES:
+        return getattr(views, name)(long_drift)
+    if name == "growth of one prompt":
+        return views.growth(make_drift(n_prompts=1, seeds=0, local=False))
+    if name == "families":
+        return views.families([long_drift, make_drift(control=False), make_drift(n_layers=5, model="b", control=False)])
+    if name == "architectures":
+        build = {"control": False, "heads": False, "n_prompts": 6}
+        shapes = ((0, 8, 3), (1, 8, 6), (0, 64, 3), (3, 64, 6))
+        return views.architectures(
+            PaperArchitecture(*(make_drift(**build, seed=s, window=w, n_kv_heads=h) for s, w, h in shapes))
+        )
+    if name == "ladder":
+        return views.ladder(made_ladder.ladder())
+    if name in ("accuracy", "agreement", "answers"):
+        return getattr(views, name)(made_evaluation.evaluation(n_items=12, flipping=0.5))
+    if name == "recovery labels":
+        sites = ("k", "v", "kv", "attn_out")
+        cells = tuple(made.as_cell(made.Patch(site, layers=[0, 1, 2, 3], schedule="window(2, 5)")) for site in sites)
+        return views.recovery(made.sweep(cells, [0.2, 0.3, 0.4, 0.5], over=()))
+    return of_patching(made, name)
+
+
+@pytest.mark.parametrize("width", [700, 1000])
+@pytest.mark.parametrize("name", VIEWS)
+def test_nothing_lies_over_anything_else(browser, name, width, long_drift, make_drift, made, made_ladder,
+                                         made_evaluation):  # fmt: skip
+    fig = any_view(name, long_drift, make_drift, made, made_ladder, made_evaluation)
+    fig.layout.width = width
+    browser.set_script_timeout(60)
+    browser.execute_async_script(
+        "const [json, done] = arguments; const f = JSON.parse(json); Plotly.purge('gd');"
+        "Plotly.newPlot('gd', f.data, f.layout, {displayModeBar: true}).then(() => setTimeout(done, 60));",
+        fig.to_json(),
+    )
+    total, height, boxes = browser.execute_script(BOXES)
+    assert {"title", "buttons"} <= {box[0] for box in boxes}
+    for kind, text, left, top, right, bottom in boxes:
+        assert -1 <= left <= right <= total + 1, f"{kind} {text!r} leaves the figure"
+        assert -1 <= top <= bottom <= height + 1, f"{kind} {text!r} leaves the figure"
+    for i, (kind, text, *one) in enumerate(boxes):
+        for other, words, *two in boxes[i + 1 :]:
+            if {kind, other} in ({"note", "plot"}, {"plot"}):
+                continue
+            across = min(one[2], two[2]) - max(one[0], two[0])
+            down = min(one[3], two[3]) - max(one[1], two[1])
+            assert min(across, down) <= 2, f"{kind} {text!r} and {other} {words!r} overlap"
+
+
+@pytest.mark.parametrize("width", [700, 1000])
+def test_the_lines_of_two_answers_do_not_run_into_each_other(browser, made_evaluation, width):
+    found = made_evaluation.evaluation(n_items=6, flipping=0.5)
+    name = "cache-ON with a compressed cache of a long name, chunks of 16"
+    found = replace(found, a=replace(found.a, label=name), b=replace(found.b, label=f"{name} and 4-bit values"))
+    draw(browser, views.answers(found).update_layout(width=width))
+    boxes = browser.execute_script(
+        "return [...document.querySelectorAll('#gd .scatterlayer .textpoint text')].map(n => {"
+        " const r = n.getBoundingClientRect(); return [n.textContent, r.left, r.top, r.right, r.bottom]; })"
+    )
+    assert any("4-bit values" in text for text, *_ in boxes)
+    for i, (text, *one) in enumerate(boxes):
+        assert one[2] <= width, f"{text!r} leaves the figure"
+        for words, *two in boxes[i + 1 :]:
+            across, down = (min(one[k + 2], two[k + 2]) - max(one[k], two[k]) for k in (0, 1))
+            assert min(across, down) <= 2, f"{text!r} runs into {words!r}"

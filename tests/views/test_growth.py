@@ -41,7 +41,7 @@ def test_site_dropdown_shows_that_site_alone(drift):
 
 def test_floor_band_covers_every_reroll(drift):
     fig = growth(drift)
-    band = trace(fig, "rounding floor (range of 9 re-rolls)")
+    band = trace(fig, "rounding floor (range of 3 re-rolls in each of 3 prompts)")
     floors = drift.values("resid_post", of="floor")
     medians = np.array([np.median(floors[s, p][drift.counted[p]], axis=0) for p in range(3) for s in range(3)])
     n = len(drift.layers("resid_post"))
@@ -51,7 +51,7 @@ def test_floor_band_covers_every_reroll(drift):
 
 def test_many_rerolls_are_shown_by_quantiles_and_say_so(make_drift):
     drift = make_drift(n_prompts=6, seeds=4, n_steps=14, control=False)
-    assert curve(drift, "resid_post").floor_words == "rounding floor (5 to 95 % of 24 re-rolls)"
+    assert curve(drift, "resid_post").floor_words == "rounding floor (5 to 95 % of 4 re-rolls in each of 6 prompts)"
 
 
 def test_source_is_marked_where_local_drift_starts(drift, make_drift):
@@ -126,3 +126,16 @@ def test_one_prompt_has_no_interval_and_one_step_no_curve(make_drift):
 def test_missing_site_is_refused(drift):
     with pytest.raises(SiteError, match=r"Run compare\(\.\.\., sites="):
         growth(drift, site="embed")
+
+
+@pytest.mark.parametrize(
+    ("seeds", "prompts", "said"),
+    [
+        (1, 3, "range of 1 re-roll in each of 3 prompts"),
+        (2, 1, "range of 2 re-rolls"),
+        (3, 4, "range of 3 re-rolls in each of 4 prompts"),
+    ],
+)
+def test_the_floor_counts_re_rolls_not_prompts(make_drift, seeds, prompts, said):
+    names = [trace.name for trace in growth(make_drift(seeds=seeds, n_prompts=prompts, control=False)).data]
+    assert f"rounding floor ({said})" in names

@@ -228,8 +228,14 @@ _CHUNKED = "upstream: every chunk of a prefill but the first starts from an empt
 _STEP_SIZE = (
     "upstream: the scan of many tokens bounds step sizes from below by `time_step_min`, the decoding step does not"
 )
+_PADDING_OFFSET = (
+    "upstream: positions begin at the padding index + 1 where none are passed, and at 0 where `generate` passes them"
+)
 NOTES: Mapping[str, str] = {
+    "bamba": "upstream: where no positions are passed they count the tokens of the pass, whatever the cache holds",
     "blt": "kvdrift finds no single list of blocks: several stacks run over bytes and over patches of them",
+    "camembert": _PADDING_OFFSET,
+    "data2vec-text": _PADDING_OFFSET,
     "deepseek_v4": "upstream: its cache says that it can be cropped and keeps compressed entries, so that steps fail",
     "falcon_mamba": _CHUNKED,
     "git": "upstream: a cached step puts an image before the text into the mask, always, which moves left padding",
@@ -239,7 +245,12 @@ NOTES: Mapping[str, str] = {
     "minimax": "its decay tables are kept in float32, where the one for many tokens and the one for a step fit to 1e-8",
     "moshi": "upstream: the mask has no window and the cache has one, so that cached steps see fewer keys",
     "nemotron_h": _STEP_SIZE,
+    "roberta": _PADDING_OFFSET,
+    "roberta-prelayernorm": _PADDING_OFFSET,
     "xglm": "upstream: its mask is filled by way of float32, which overflows in float64",
+    "xlm-roberta": _PADDING_OFFSET,
+    "xlm-roberta-xl": _PADDING_OFFSET,
+    "xmod": _PADDING_OFFSET,
     "zamba": _CHUNKED,
     "zamba2": _STEP_SIZE,
 }

@@ -11,7 +11,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-_TAKEN: ContextVar[WeakKeyDictionary[Any, str] | None] = ContextVar("taken", default=None)
+_Memory = WeakKeyDictionary[Any, Any]
+_WEIGHTS: ContextVar[_Memory | None] = ContextVar("weights", default=None)
+_FIRST: ContextVar[_Memory | None] = ContextVar("first", default=None)
 
 
 @contextmanager
@@ -29,14 +31,31 @@ def one_job() -> Iterator[None]:
     ...     fingerprint(module) == fingerprint(module)
     True
     """
-    if _TAKEN.get() is not None:
+    if _WEIGHTS.get() is not None:
         yield
         return
-    token = _TAKEN.set(WeakKeyDictionary())
+    weights, first = _WEIGHTS.set(WeakKeyDictionary()), _FIRST.set(WeakKeyDictionary())
     try:
         yield
     finally:
-        _TAKEN.reset(token)
+        _WEIGHTS.reset(weights)
+        _FIRST.reset(first)
+
+
+def first_in_job(thing: Any, value: Any) -> Any:
+    """What this was first called with for ``thing`` in the job under way; ``value`` itself outside of every job.
+
+    Examples
+    --------
+    >>> with one_job():
+    ...     first_in_job(len, 3), first_in_job(len, 4)
+    (3, 3)
+    """
+    first = _FIRST.get()
+    try:
+        return value if first is None else first.setdefault(thing, value)
+    except TypeError:  # it cannot be remembered
+        return value
 
 
 def fingerprint(module: Any) -> str:
@@ -47,7 +66,7 @@ def fingerprint(module: Any) -> str:
     module
         A model of transformers, or any other ``nn.Module``.
     """
-    taken = _TAKEN.get()
+    taken = _WEIGHTS.get()
     if taken is None:
         return _taken(module)
     if module not in taken:

@@ -12,6 +12,7 @@ from kvdrift.models.rope import changes_after, extends, rope_switch
 from kvdrift.paths.cache_off import CacheOff
 from kvdrift.paths.cache_on import CacheOn
 from kvdrift.paths.path import Path
+from kvdrift.paths.prefix import Prefix
 
 if TYPE_CHECKING:
     from kvdrift.models.model import Model
@@ -110,7 +111,8 @@ class Case:
     def first_pass(self) -> int:
         """How many tokens of the prompt the first pass consumes."""
         chunk = getattr(self.a, "prefill_chunk", None)
-        return min(chunk, len(self.prompt)) if isinstance(chunk, int) else len(self.prompt)
+        first = chunk[0] if isinstance(chunk, tuple) else chunk
+        return min(first, len(self.prompt)) if isinstance(first, int) else len(self.prompt)
 
     @property
     def schedule(self) -> tuple[Pass, ...]:
@@ -189,7 +191,9 @@ no cache'}
         return dict.fromkeys(("chunked prefill", "left padding", "crop"), why)
     make = _Maker(model, a, 0)
     refused = {}
-    if not make.padded:
+    if a.begins_filled:
+        refused["left padding"] = "a saved prefix begins at position 0"
+    elif not make.padded:
         refused["left padding"] = "the model has no positions that count from the first real token"
     if not make.croppable:
         refused["crop"] = "the cache cannot be cropped"
@@ -223,7 +227,9 @@ DRAFTS_AT_A_WINDOW = (Pass(3, 2), Pass(5, 5), Pass(), Pass(2, 1), Pass(5, 2), Pa
 
 def _croppable(model: Model, a: CacheOn) -> bool:
     """Whether an empty cache of this path says that it can be cropped; one that says nothing can."""
-    return bool(getattr(a.cache() if a.cache is not None else model.backend.new_cache(), "is_croppable", True))
+    prefix = a.prefix.cache if isinstance(a.prefix, Prefix) else None
+    cache = prefix if prefix is not None else a.cache() if a.cache is not None else model.backend.new_cache()
+    return bool(getattr(cache, "is_croppable", True))
 
 
 class _Maker:
@@ -235,7 +241,8 @@ class _Maker:
         self.windows = sorted({info.window for info in model.architecture.layers if info.window and info.window > 2})
         placed = model.backend.takes_positions or model.architecture.positional == "alibi"
         blocks = any("compressed" in info.attention for info in model.architecture.layers)  # counted from the padding
-        self.padded = model.architecture.n_heads > 0 and placed and not blocks
+        filled = isinstance(a, CacheOn) and a.begins_filled  # from position 0 on
+        self.padded = model.architecture.n_heads > 0 and placed and not blocks and not filled
         self.croppable = isinstance(a, CacheOn) and _croppable(model, a)
         self._generator = torch.Generator().manual_seed(seed)
 

@@ -23,7 +23,7 @@ LISTED = 6
 """At most so many steps of one sentence are named; the rest is counted."""
 
 
-FACTS = ("crash", "stale", "unfilled", "visibility", "witness", "past")
+FACTS = ("crash", "stale", "prefix", "unfilled", "visibility", "witness", "past")
 """Checks that look at one path by itself, and so name the one that is wrong."""
 
 
@@ -84,7 +84,7 @@ def _signature(evidence: Evidence, told: Sequence[Finding], model: Model) -> tup
 def _kind(evidence: Evidence, faults: Sequence[Finding]) -> VerdictKind:
     if evidence.nonfinite is not None:
         return "nonfinite"
-    if any(finding.check in ("crash", "stale", "unfilled", "visibility") for finding in faults):
+    if any(finding.check in ("crash", "stale", "prefix", "unfilled", "visibility") for finding in faults):
         return "bug"
     if evidence.repeats:
         return "nondeterministic"
@@ -192,6 +192,8 @@ def _clean(evidence: Evidence) -> list[str]:
             f"{counts.get('witness', 0)} attention calls and {counts.get('operators', 0)} kinds of operators stay "
             "within their rounding bounds against float64."
         )
+    if counts.get("prefix"):
+        reasons.append("The saved prefix is what the model gives for its tokens, up to rounding.")
     if counts.get("native"):
         said = (
             "no bit differs"
@@ -268,6 +270,11 @@ def _suggestion(
         return f"Look at what raises{place}: {crash.path} does, over tokens that the other path runs."
     if "stale" in checks:
         return "Make a new cache for every prompt."
+    if "prefix" in checks:
+        return (
+            "Make the prefix anew from these very tokens, at positions 0, 1, … and with this model: "
+            "kd.Prefix.make(model, tokens); kd.Prefix.save and load keep it bit for bit."
+        )
     if "unfilled" in checks and where is not None:
         return (
             f"Look at how the layers hand the cache to {where.module.removesuffix(' (cache update)')}: under another "

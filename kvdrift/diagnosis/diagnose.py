@@ -12,8 +12,10 @@ from kvdrift.diagnosis.cases import default_cases, prompt_cases
 from kvdrift.diagnosis.decide import decide
 from kvdrift.diagnosis.gather import Gathering
 from kvdrift.diagnosis.lanes import lane_cases
+from kvdrift.diagnosis.prefixed import begun_with, held_tokens
 from kvdrift.diagnosis.verdict import Verdict
 from kvdrift.errors import InternalError, KvdriftError
+from kvdrift.fingerprint import one_job
 from kvdrift.models.load import load
 from kvdrift.models.model import as_prompts
 from kvdrift.paths.cache_off import CacheOff
@@ -22,6 +24,7 @@ from kvdrift.paths.own import check_path
 from kvdrift.paths.path import Path
 
 
+@one_job()
 def diagnose(
     model: Any,
     prompts: Any = None,
@@ -89,14 +92,17 @@ def diagnose(
     model = load(model, repair=False, quiet=not progress).as_it_is()
     a = CacheOn() if a is None else _as_it_is(check_path(a, "a"))
     b = CacheOff() if b is None else _as_it_is(check_path(b, "b"))
+    held: tuple[int, ...] = ()
     if prompts is None:
+        held = held_tokens(a)
         cases = default_cases(model, a, seed)
     else:
         encoded = [model.encode(prompt, chat) for prompt in as_prompts(prompts)[0]]
         for ids in encoded:
             model.check_length(len(ids), max_new_tokens)
+        held = held_tokens(a, encoded[0])
         cases = prompt_cases(model, a, encoded, max_new_tokens, seed)
-    cases += lane_cases(model, a, b, seed)
+    cases = begun_with([*cases, *lane_cases(model, a, b, seed)], held)
     with torch.no_grad(), tqdm(desc="diagnose", unit="step", disable=not progress) as bar:
         gathering = Gathering(model, a, b, seed, bar)
         try:

@@ -10,7 +10,9 @@ from kvdrift.diagnosis.float64 import Float64
 from kvdrift.diagnosis.locate import Where
 from kvdrift.diagnosis.lockstep import Moment
 
-Check = Literal["crash", "stale", "unfilled", "visibility", "past", "arm", "witness", "operator", "manner", "generate"]
+Check = Literal[
+    "crash", "stale", "prefix", "unfilled", "visibility", "past", "arm", "witness", "operator", "manner", "generate"
+]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from kvdrift.controls.float64_copy import float64_copy
 from kvdrift.controls.true_float64 import TrueFloat64
 from kvdrift.diagnosis.cases import Case
 from kvdrift.diagnosis.constants import LARGEST, is_unstable, nudged_constants
-from kvdrift.diagnosis.locate import PAST, Equal, Where, first_difference, in_order, place, within
+from kvdrift.diagnosis.locate import Equal, Where, first_difference, in_order, place, within
 from kvdrift.diagnosis.lockstep import Moment, lockstep
 from kvdrift.diagnosis.observe import Key, Snapshot
 from kvdrift.diagnosis.pinpoint import pinpoint
@@ -86,9 +86,7 @@ def float64_witness(copy: Model, case: Case, b: Path) -> Float64:
             continue  # rotary positions that are all moved alike change keys, and not the function
         key = first_difference(x, y, equal)
         if key is not None and first is None:
-            computed = moment
-            if key[1] in PAST.values():
-                key, computed = rows.behind(key, moment, x, y, equal)
+            key, computed = rows.behind(key, moment, x, y, equal)
             first = moment, computed, place(copy, *key), x.logits, y.logits
     if first is None:
         return Float64(case, error, None, None, None)
@@ -121,13 +119,13 @@ class _Rows:
             self._rows[key] = torch.cat([self._rows[key][:start], new]) if key in self._rows else new
 
     def behind(self, key: Key, moment: Moment, x: Snapshot, y: Snapshot, equal: Equal) -> tuple[Key, Moment]:
-        """What lies behind a difference of past keys or values: rows that were computed otherwise, and when.
+        """What lies behind a difference: rows of earlier positions that were computed otherwise, and when.
 
         Returns
         -------
         key, moment
             The first place at which a row of an earlier position differs, and the step in which path a computed it;
-            what was given if no such row differs, so that it is the cache.
+            what was given if no such row differs, so that it is the cache or this very pass.
         """
         found = first_difference(replace(x, rows=self._rows, kv={}), replace(y, kv={}), equal)
         if found is None or found not in self._rows or in_order(found) >= in_order(key):

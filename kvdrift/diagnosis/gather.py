@@ -27,6 +27,7 @@ from kvdrift.diagnosis.lockstep import Moment, lockstep
 from kvdrift.diagnosis.nonfinite import explain
 from kvdrift.diagnosis.observe import Snapshot, by_uncached_pass
 from kvdrift.diagnosis.operator_witness import OperatorWitness
+from kvdrift.diagnosis.prefixed import begun_with, held_tokens, stale_prefix
 from kvdrift.diagnosis.raised import cause, said
 from kvdrift.diagnosis.settle import Disagreement, settle
 from kvdrift.diagnosis.twin import twin
@@ -98,6 +99,7 @@ class Gathering:
                 return evidence
             raise
         self._filled(cases[0])
+        self._prefix(cases[0])
         evidence.not_covered = not_covered(self.model)
         ours, reference = self.a.model or self.model, self.b.model or self.model
         _check_weights(ours, reference)
@@ -203,6 +205,18 @@ class Gathering:
                 where = cache_update(model, min(held))
                 self.evidence.findings.append(Finding("unfilled", path.label, what, where=where))
 
+    def _prefix(self, case: Case) -> None:
+        """Hold a prefix that path a starts from against what its model gives for the tokens."""
+        path = self.a
+        if not isinstance(path, CacheOn) or not path.begins_saved:
+            return
+        found = stale_prefix(self.model, case, path)
+        if found is None:
+            self.evidence.count("prefix")
+        elif found.moment is not None:
+            why = excuse(found.moment, self.lossy, bidirectional=False)
+            self.evidence.findings.append(replace(found, excuse=why))
+
     def _logits(self, path: Path, case: Case) -> list[Tensor]:
         """Logits of the first steps, natively and with nothing watching."""
         run = path.start(self.model, case.prompt)
@@ -233,8 +247,10 @@ class Gathering:
             else:
                 self.evidence.note(f"Run on a tiny twin of the model, since they cost too much: {', '.join(far)}.")
                 known = {case.name for case in near}
-                alike = [*default_cases(small, self.a, self.seed), *lane_cases(small, self.a, self.b, self.seed)]
-                placed += [(small, case) for case in alike if case.name not in known]
+                held = tuple(token % small.vocab_size for token in held_tokens(self.a, cases[0].prompt))
+                a = self.a.anew(held) if isinstance(self.a, CacheOn) else self.a
+                alike = [*default_cases(small, a, self.seed), *lane_cases(small, a, self.b, self.seed)]
+                placed += [(small, case) for case in begun_with(alike, held) if case.name not in known]
         return placed
 
     def _run(self, model: Model, case: Case) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvdrift.backends.transformer_lens import plain_name
 from kvdrift.bits import same_bits
-from kvdrift.diagnosis.observe import Snapshot
+from kvdrift.diagnosis.observe import Key, Snapshot
 from kvdrift.tracing.borrow import shared_positions
 from kvdrift.tracing.sites import LOGITS
 
@@ -105,7 +105,7 @@ def first_difference(
     tuple or None
         ``(layer, site)``, or None if nothing differs.
     """
-    differing = {key: (x, y) for key, x, y in _pairs(a, b) if not equal(x, y)}
+    differing = {key: (x, y) for key, x, y in pairs(a, b) if not equal(x, y)}
     if not any(_reaches(key, x, y, equal) for key, (x, y) in differing.items()):
         return None
     return min(differing, key=in_order)
@@ -132,7 +132,8 @@ def changed_past(before: Snapshot, now: Snapshot, kept: int, equal: Equal = same
     return None
 
 
-def _pairs(a: Snapshot, b: Snapshot) -> Iterator[tuple[tuple[int, str], Tensor, Tensor]]:
+def pairs(a: Snapshot, b: Snapshot) -> Iterator[tuple[Key, Tensor, Tensor]]:
+    """Whatever two runs both computed or read in a step, by layer and site."""
     for key in a.rows.keys() & b.rows.keys():
         x, y = a.rows[key], b.rows[key]
         n = min(len(x), len(y), a.position + 1)

@@ -24,7 +24,7 @@ def signature(findings: Sequence[Finding], architecture: Architecture) -> tuple[
         From: ``"already in the prompt"``, ``"from the first decode step"``, ``"at the window"``, ``"at key lengths
         that are multiples of …"``, ``"from … tokens on"``, ``"at a chunk boundary"``, ``"at a length switch"``,
         ``"with left padding"``, ``"in a pass of several tokens"``, ``"after a crop"``, ``"after a crop of drafted
-        tokens"``, ``"between prompts"``, ``"in generate() alone"``, ``"in … layers
+        tokens"``, ``"between prompts"``, ``"in a saved prefix"``, ``"in generate() alone"``, ``"in … layers
         only"``.
     """
     if findings and all(finding.check == "generate" for finding in findings):
@@ -32,6 +32,8 @@ def signature(findings: Sequence[Finding], architecture: Architecture) -> tuple[
     words: list[str] = []
     if any(finding.check == "stale" for finding in findings):
         words.append("between prompts")
+    if any(finding.check == "prefix" for finding in findings):
+        return (*words, "in a saved prefix")
     timed = [finding for finding in findings if finding.moment is not None]
     plain = [finding for finding in timed if _manner(finding) is None]
     if plain:

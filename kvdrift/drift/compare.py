@@ -143,7 +143,7 @@ def compare(
         notes=(*template_notes(model, given, chat), *path_notes(model, (a, b), longest)),
     )
     if control is not None:
-        job = replace(job, control=job.in_dtype(control))
+        job = replace(job, control=job.in_dtype(control, encoded[0]))
     settings = job.settings | {"prompts": encoded, "tokens_given": forced, "lengths": lengths}
     if store is not None:
         settings |= kept_with(*job.models)

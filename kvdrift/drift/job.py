@@ -21,6 +21,7 @@ from kvdrift.models.ending import stops
 from kvdrift.models.labels import Prompt
 from kvdrift.models.load import DTYPES
 from kvdrift.models.model import Model
+from kvdrift.paths.cache_on import for_copy
 from kvdrift.paths.path import Path, path_info, path_settings
 from kvdrift.paths.sampling import greedy
 from kvdrift.tracing.sites import ALL_SITES, GLOBAL_SITES, LOGITS, PATTERN, parse_sites
@@ -128,8 +129,8 @@ class Job:
         if self.control is not None:
             self.control.lockstep.close()
 
-    def in_dtype(self, name: str) -> Job:
-        """The same job on copies of the models cast to another dtype."""
+    def in_dtype(self, name: str, ids: Sequence[int] = ()) -> Job:
+        """The same job on copies of the models cast to another dtype; ``ids`` is one of the prompts."""
         if name not in DTYPES:
             raise InputError(f"control={name!r} is no dtype; choose {', '.join(DTYPES)}.")
         if DTYPES[name] == self.model.dtype:
@@ -139,7 +140,7 @@ class Job:
             return model.around(cast_copy(model.hf, DTYPES[name]))
 
         def with_copy(path: Path) -> Path:
-            return path if path.model is None else replace(path, model=cast(path.model))  # type: ignore[type-var]
+            return for_copy(path, None if path.model is None else cast(path.model), ids)
 
         model, a, b = cast(self.model), with_copy(self.a), with_copy(self.b)
         return replace(self, model=model, a=a, b=b, lockstep=Lockstep(a, b, model, self.plan))

@@ -138,8 +138,8 @@ class _Forks(list[Run]):
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for _ in self.taken():
-            pass
+        while self:
+            self.pop(0).close()
 
 
 class Lockstep:

@@ -23,6 +23,7 @@ from kvdrift.patching.noise import generator, noisy, nudged
 from kvdrift.patching.outcome import Arm
 from kvdrift.patching.schedule import Schedule
 from kvdrift.patching.spec import Cell, Patch
+from kvdrift.paths.cache_on import for_copy
 from kvdrift.paths.path import Path, Run, overwritable, stateless
 from kvdrift.tracing.finite import leaves_finite
 from kvdrift.tracing.tap import Tap, Where
@@ -326,8 +327,7 @@ class Walk:
             source = Recorded(self.trace, self.model, ids, {site: sorted(layers) for site, layers in sites.items()})
         exact: Source | None = None
         if self._wide is not None and any(runner.arm.role == "float32 donor" for runner in runners):
-            path = self.donor if self.donor.model is None else replace(self.donor, model=self._wide)  # type: ignore[type-var]
-            exact = live(path, self._wide)
+            exact = live(for_copy(self.donor, self._wide, ids), self._wide)
         writer = stack.enter_context(Writer(self.model, {site: sorted(layers) for site, layers in sites.items()}))
         return source, exact, base, writer
 

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import chain, repeat
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 from torch import Tensor
-from transformers import Cache
+from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
 from kvdrift.backends.manner import check_manner
 from kvdrift.controls import Control
 from kvdrift.errors import InputError, SiteError, StaleCacheError
+from kvdrift.fingerprint import first_in_job
 from kvdrift.models.load import load
 from kvdrift.paths.execution import Execution
-from kvdrift.paths.path import Step
+from kvdrift.paths.path import Path, Step
+from kvdrift.paths.prefix import Prefix, check_fits, holds_state, length
 from kvdrift.tracing.writer import Index, as_index, shifted, write_at
 
 if TYPE_CHECKING:
@@ -34,9 +39,11 @@ class CacheOn:
     attn
         Attention implementation; the model's own by default.
     prefill_chunk
-        Consume the prompt in chunks of so many tokens; at once by default.
+        Consume the prompt in chunks of so many tokens; at once by default. A list gives the lengths of the first
+        passes, one by one; what they leave of a prompt is consumed in one more.
     cache
-        Makes an empty cache, a new one at every call; by default ``DynamicCache(config=model.config)``.
+        Makes a cache, a new one at every call; by default ``DynamicCache(config=model.config)``. One that holds tokens
+        already (a copy of a saved one) is taken as the prefix of every prompt; see ``prefix``.
     left_padding
         Tokens of padding before the prompt, hidden by an attention mask, as in a batch with a longer prompt.
         Positions count from the first real token.
@@ -45,6 +52,10 @@ class CacheOn:
         `kvdrift.diagnose` does not take it for a fault; None if nothing.
     controls
         Changes of arithmetic, for example ``ReRoll(0)``.
+    prefix
+        Start from a cache that holds the first tokens already: a `Prefix`, a cache, or ``(tokens, cache)``. Prompts are
+        given whole, and are refused where they do not begin with its tokens. Runs start from a copy. In another
+        arithmetic than the path's own (the re-rolls of a floor, the arms of a diagnosis) it is computed anew.
     call
         The manner of calling the model: ``"explicit"`` (position ids, logits of the last position only: what every
         verb does by default), ``"all-logits"`` (position ids alone), ``"default"`` (``model(ids)``, with the
@@ -61,20 +72,24 @@ class CacheOn:
 
     model: Model | None = None
     attn: str | None = None
-    prefill_chunk: int | None = None
+    prefill_chunk: int | Sequence[int] | None = None
     cache: Callable[[], Cache] | None = None
     left_padding: int = 0
     lossy: str | None = None
     controls: tuple[Control, ...] = ()
+    prefix: Prefix | Cache | tuple[Sequence[int], Cache] | None = field(default=None, kw_only=True)
     call: str = field(default="explicit", kw_only=True)
     label: str = field(default="cache-ON", kw_only=True)
 
     def __post_init__(self) -> None:
         check_manner(self.call)
-        if self.prefill_chunk is not None and self.prefill_chunk < 1:
-            raise InputError(f"prefill_chunk={self.prefill_chunk}: chunks hold at least one token.")
+        object.__setattr__(self, "prefill_chunk", _chunk_lengths(self.prefill_chunk))
         if self.left_padding < 0:
             raise InputError(f"left_padding={self.left_padding}: give a number of tokens, 0 for none.")
+        if self.prefix is not None:
+            object.__setattr__(self, "prefix", Prefix.of(self.prefix))
+        if self.prefix is not None and self.left_padding:
+            raise InputError("left_padding= and prefix= exclude each other: a saved prefix begins at position 0.")
         if self.cache is not None and not callable(self.cache):
             raise InputError(
                 f"cache={type(self.cache).__name__}: give a function that makes an empty cache, such as "
@@ -88,20 +103,81 @@ class CacheOn:
         model = self.model or model
         chosen = self.controls if controls is None else controls
         cache = self.cache() if self.cache is not None else model.backend.new_cache()
-        return CacheOnRun(self, model, list(ids), cache, chosen)
+        prefix = self.prefix if isinstance(self.prefix, Prefix) else None
+        if self.cache is not None:
+            refuse_used(self.cache, cache)
+            if holds_state(cache):
+                raise InputError(
+                    "cache= makes a cache that holds the state of tokens, and it does not tell of how many: give "
+                    "prefix=kd.Prefix(tokens, cache)."
+                )
+        if self.cache is not None and (held := length(cache)):
+            if prefix is not None or self.left_padding:
+                other = "left_padding=" if prefix is None else "prefix="
+                raise InputError(f"cache= makes a cache that holds {held} tokens; give {other} with an empty one.")
+            prefix = Prefix(None, cache)
+        if prefix is None:
+            return CacheOnRun(self, model, list(ids), cache, chosen)
+        prefix.begins(ids)
+        if prefix.cache is None or chosen != self.controls:
+            empty = cache if not length(cache) else emptied(cache, model.backend.new_cache)
+            return CacheOnRun(self, model, list(ids), empty, chosen, first_pass=len(prefix))
+        if prefix.cache is cache:
+            check_fits(model, cache)
+            return CacheOnRun(self, model, list(ids), cache, chosen, held=len(prefix))
+        return CacheOnRun(self, model, list(ids), prefix.start(model), chosen, held=len(prefix))
+
+    @property
+    def begins_filled(self) -> bool:
+        """Whether a run begins with tokens in its cache."""
+        return self.prefix is not None or (self.cache is not None and length(self.cache()) > 0)
+
+    @property
+    def begins_saved(self) -> bool:
+        """Whether these tokens come from a cache that was filled before, rather than being computed by each run."""
+        return self.begins_filled and not (isinstance(self.prefix, Prefix) and self.prefix.cache is None)
+
+    def holds(self, ids: Sequence[int] = ()) -> tuple[int, ...]:
+        """The tokens that the cache holds when a run begins: those of ``prefix``, or else the first of ``ids``."""
+        prefix = self.prefix if isinstance(self.prefix, Prefix) else None
+        if prefix is not None and prefix.tokens is not None:
+            return prefix.tokens
+        held = len(prefix) if prefix is not None else 0 if self.cache is None else length(self.cache())
+        if held >= len(ids) and held:
+            raise InputError(
+                f"The cache of {self.label} holds {held} tokens already, and which they are is not known: give prompts "
+                "that begin with them and go on, or prefix=kd.Prefix(tokens, cache)."
+            )
+        return tuple(ids[:held])
+
+    def anew(self, tokens: Sequence[int]) -> CacheOn:
+        """This path for another model or dtype: each run computes the prefix, ``tokens``, in a pass of its own."""
+        if not tokens:
+            return self
+        filled = self.cache is not None and length(self.cache()) > 0
+        return replace(self, prefix=Prefix(tuple(tokens), None), cache=None if filled else self.cache)
 
 
 class CacheOnRun:
     """A cache-ON run under way; see `kvdrift.paths.path.Run`."""
 
     def __init__(
-        self, path: CacheOn, model: Model, prompt: list[int], cache: Cache, controls: tuple[Control, ...]
+        self,
+        path: CacheOn,
+        model: Model,
+        prompt: list[int],
+        cache: Cache,
+        controls: tuple[Control, ...],
+        held: int = 0,
+        first_pass: int = 0,
     ) -> None:
         self.path, self.model, self.controls = path, model, controls
         self.attn = path.attn
         self.cache = cache
         self._prompt = prompt
-        self._consumed = -path.left_padding  # counted in real tokens
+        self._consumed = held - path.left_padding  # counted in real tokens
+        self._first_pass = first_pass  # tokens of a prefix, consumed in a pass of their own
+        self._begun = False
         self._key_offsets: dict[int, int] = {}
         self._end = 0  # slots in use after the latest pass
         self._keeps_past = False
@@ -109,12 +185,8 @@ class CacheOnRun:
 
     def step(self, token: int | None = None) -> Step:
         """Prefill (``token=None``, once) or decode one token."""
-        if (token is None) != (self._consumed == -self.path.left_padding):
+        if (token is None) == self._begun:
             raise InputError("The first step takes no token, every later one takes the token to consume.")
-        if token is None and self._holds_tokens():
-            raise StaleCacheError(
-                "A new run's cache holds tokens already: cache= must make an empty one at every call."
-            )
         return self._consume(self._chunks() if token is None else [[token]])
 
     def extend(self, tokens: Sequence[int]) -> Step:
@@ -125,7 +197,7 @@ class CacheOnRun:
         InputError
             If there are none, or the prompt was not consumed yet.
         """
-        if not tokens or self._consumed == -self.path.left_padding:
+        if not tokens or not self._begun:
             raise InputError(
                 f"extend({list(tokens)}): give at least one token, after the first step has consumed the prompt."
             )
@@ -137,6 +209,9 @@ class CacheOnRun:
             self._end = self._consumed + self.path.left_padding + len(chunk)
             logits = self._execution.forward(chunk, self._consumed, self.cache, self.path.left_padding)
             self._consumed += len(chunk)
+            if not self._begun:
+                mark_used(self.cache)
+                self._begun = True
         return Step(logits, self._consumed - 1)
 
     def keep_past(self) -> None:
@@ -184,7 +259,8 @@ class CacheOnRun:
             _copy_cache(self.cache),
             self.controls if controls is None else controls,
         )
-        other._consumed, other._keeps_past = self._consumed, self._keeps_past
+        other._consumed, other._keeps_past, other._begun = self._consumed, self._keeps_past, self._begun
+        other._first_pass = self._first_pass
         return other
 
     def close(self) -> None:
@@ -239,14 +315,18 @@ class CacheOnRun:
         write_at(target, heads, slots, value)
         setattr(kind, attribute, target)
 
-    def _holds_tokens(self) -> bool:
-        attention = [layer for layer in self.cache.layers if isinstance(layer, CacheLayerMixin)]
-        return any(int(layer.get_seq_length()) > 0 for layer in attention)
-
     def _chunks(self) -> list[list[int]]:
-        tokens = [*self._padding(), *self._prompt]
-        size = self.path.prefill_chunk or len(tokens)
-        return [tokens[i : i + size] for i in range(0, len(tokens), size)]
+        done = max(self._consumed, 0)
+        tokens = [*self._padding(), *self._prompt[done:]]
+        given, chunks = self.path.prefill_chunk, []
+        sizes = repeat(given) if isinstance(given, int) else iter(given or ())
+        first = [self._first_pass] if self._first_pass else []
+        for size in chain(first, sizes):
+            if not tokens:
+                break
+            chunks.append(tokens[:size])
+            tokens = tokens[size:]
+        return [*chunks, tokens] if tokens else chunks
 
     def _padding(self) -> list[int]:
         token = getattr(self.model.hf.config, "pad_token_id", None)
@@ -282,3 +362,86 @@ def _copy_cache(cache: Cache) -> Cache:
     other = copy.copy(cache)
     other.layers = [copy.copy(layer) for layer in cache.layers]
     return other
+
+
+def for_copy(path: Path, model: Model | None, ids: Sequence[int] = ()) -> Path:
+    """A path for a copy of its model in another dtype: a prefix, saved in the first one's, is computed anew.
+
+    Parameters
+    ----------
+    path
+        The path.
+    model
+        The copy of its own model, if it has one.
+    ids
+        A prompt, whose first tokens the prefix holds if it does not know its own.
+    """
+    remade = path.anew(path.holds(ids)) if isinstance(path, CacheOn) else path
+    return remade if path.model is None else replace(remade, model=model)  # type: ignore[type-var]
+
+
+# --- caches that hold tokens when a run begins
+
+_USED: WeakSet[object] = WeakSet()
+"""Caches, and layers of caches, that a run has written to."""
+
+
+def mark_used(cache: Cache) -> None:
+    """Remember that a run writes to this cache."""
+    _USED.update([cache, *getattr(cache, "layers", ())])
+
+
+def refuse_used(factory: Callable[[], Cache], cache: Cache) -> None:
+    """Refuse a cache that another run has written to, or that holds more than the factory's first one in this job did.
+
+    Raises
+    ------
+    StaleCacheError
+        If it is not a new one.
+    """
+    held = length(cache)
+    grown = held > first_in_job(factory, held)
+    if grown or (held and any(one in _USED for one in (cache, *getattr(cache, "layers", ())))):
+        raise StaleCacheError(
+            f"A new run's cache holds {held} tokens of an earlier run: cache= must make a new one at every call."
+        )
+
+
+def emptied(cache: Cache, make: Callable[[], Cache]) -> Cache:
+    """A cache of the same kind that holds nothing.
+
+    Raises
+    ------
+    InputError
+        If there is no way to get one.
+    """
+    if type(cache) is DynamicCache:
+        return make()
+    for empty in (lambda: cache.crop(-length(cache)), cache.reset):
+        with suppress(RuntimeError, NotImplementedError, AttributeError, ValueError):
+            empty()
+        if not length(cache):
+            return cache
+    raise InputError(
+        f"This prefix is in a {type(cache).__name__} that cannot be emptied, and is to be computed in another "
+        "arithmetic: give it as prefix=, and cache= for empty ones."
+    )
+
+
+def _chunk_lengths(given: Any) -> int | tuple[int, ...] | None:
+    """Read ``prefill_chunk``.
+
+    Raises
+    ------
+    InputError
+        If it is no length, and no list of lengths.
+    """
+    if given is None:
+        return None
+    lengths: list[Any] = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
+    if not lengths or not all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in lengths):
+        raise InputError(
+            f"prefill_chunk={given!r}: chunks hold at least one token; give a length, or a list of the lengths of the "
+            "first passes."
+        )
+    return tuple(map(int, lengths)) if isinstance(given, Iterable) else int(given)

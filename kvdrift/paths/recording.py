@@ -14,7 +14,7 @@ from kvdrift import provenance
 from kvdrift.errors import MemoryBudgetError, SiteError
 from kvdrift.models.labels import Prompt
 from kvdrift.models.model import Model
-from kvdrift.paths.path import Path, Run, path_info
+from kvdrift.paths.path import Path, Run, path_info, path_settings
 from kvdrift.paths.sampling import greedy
 from kvdrift.tracing.finite import explain_nonfinite, leaves_finite
 from kvdrift.tracing.sites import GLOBAL_SITES, LOGITS, PATTERN
@@ -243,5 +243,6 @@ class Recording:
             prompt=prompt,
             fed=tuple(fed),
             architecture=self.model.architecture,
-            provenance=provenance.collect(self.model) | {"weights": self.weights},
+            provenance=provenance.collect(self.model)
+            | {"weights": self.weights, "settings": {"path": path_settings(self.path, self.model)}},
         )

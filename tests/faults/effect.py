@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from faults import prefixes
 from faults.fault import Fault, can_crop
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache
 
 from kvdrift.controls import cast_copy, promote_float32
 
@@ -32,10 +33,20 @@ def effect(fault: Fault, hf: Any) -> dict[str, float]:
     hf
         A transformers model in any dtype; its float64 copy, made inside the block, is what runs.
     """
+    if fault.prefix is not None:
+        return _of_a_prefix(cast_copy(hf, torch.float64), fault.prefix)
     right = _outputs(cast_copy(hf, torch.float64))
     with fault.apply(hf):
         wrong = _outputs(cast_copy(hf, torch.float64))
     return {name: _relative(wrong[name], right[name]) for name in right}
+
+
+def _of_a_prefix(hf: Any, make: Callable[[Any], Cache]) -> dict[str, float]:
+    """What the logits after a saved prefix are off by."""
+    start = len(prefixes.TOKENS)
+    with promote_float32(), torch.no_grad():
+        right, wrong = (run(hf, LONG[:4], start, cache) for cache in (prefixes.kept(hf, prefixes.TOKENS), make(hf)))
+    return {"a saved prefix": _relative(wrong, right)}
 
 
 def _outputs(hf: Any) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache
 
 from kvdrift.models.architecture import describe
 
@@ -31,6 +31,8 @@ class Fault:
         The one layer in which it sits, or None where it sits in many or in none.
     signature
         Under which circumstance it shows, as a verdict words it, or None where that depends on the model.
+    prefix
+        Makes the saved prefix in which the fault sits, from which path a starts; None where it sits in the model.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Fault:
     applies: Callable[[Any], bool]
     layer: Callable[[Any], int | None]
     signature: str | None = None
+    prefix: Callable[[Any], Cache] | None = None
 
     def apply(self, hf: Any) -> AbstractContextManager[None]:
         """Make the mistake while the returned context is open."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from faults.effect import THRESHOLD, effect
+from faults.prefixes import TOKENS
 from faults.registry import FAULTS
 
 import kvdrift as kd
@@ -108,7 +109,7 @@ def model_of(family: str, dtype: str = "float32") -> Any:
 def judge(fault: str, family: str, dtype: str) -> Case:
     """Run one case."""
     hf = model_of(family, dtype)
-    change, layer, context = None, None, nullcontext()
+    change, layer, context, path = None, None, nullcontext(), None
     if fault != CLEAN:
         chosen = FAULTS[fault]
         if not chosen.applies(hf):
@@ -117,10 +118,11 @@ def judge(fault: str, family: str, dtype: str) -> Case:
         if change <= THRESHOLD:
             return Case(fault, family, dtype, change)
         context = chosen.apply(hf)
+        path = None if chosen.prefix is None else kd.CacheOn(prefix=(TOKENS, chosen.prefix(hf)))
     start = time.perf_counter()
     with context:
         try:
-            verdict = kd.diagnose(hf, progress=False)
+            verdict = kd.diagnose(hf, a=path, progress=False)
         except Exception as error:  # a diagnosis that dies is a wrong answer, and the table goes on
             told = f"{type(error).__name__}: {error}"
             trace = tuple(traceback.format_exc().splitlines()[-12:])

@@ -1,0 +1,365 @@
+"""A prefix: tokens that were consumed before, and the cache that they left, to start a run from."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path as FilePath
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, cache_utils
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
+
+from kvdrift.errors import FileError, InputError
+from kvdrift.files import load_tensors, save_tensors
+from kvdrift.models.load import load as load_model
+from kvdrift.settings import settings_of
+
+if TYPE_CHECKING:
+    from kvdrift.models.model import Model
+
+KIND = "prefix"
+
+
+@dataclass(frozen=True, eq=False)
+class Prefix:
+    """The first tokens of prompts with the cache that a model left after them.
+
+    Every run starts from a copy; the cache itself is never touched.
+
+    Parameters
+    ----------
+    tokens
+        The tokens that the cache holds; None for the first ones of whatever prompt is run.
+    cache
+        What a prefill over them left, in the model's own dtype. None computes it anew at every start, in a pass of its
+        own.
+    model, weights, dtype
+        Name, fingerprint and dtype of the model that made it; None where that is not known.
+
+    Examples
+    --------
+    >>> import kvdrift as kd
+    >>> model = kd.load(kd.models.tiny("llama"), quiet=True)
+    >>> system = kd.Prefix.make(model, [10, 11, 12, 13])
+    >>> kd.CacheOn(prefix=system).start(model, [10, 11, 12, 13, 60, 61]).step().position
+    5
+    """
+
+    tokens: tuple[int, ...] | None
+    cache: Cache | None
+    model: str | None = None
+    weights: str | None = None
+    dtype: str | None = None
+    _digest: list[Any] = field(default_factory=list, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.tokens is not None:
+            tokens = self.tokens.flatten().tolist() if isinstance(self.tokens, Tensor) else self.tokens
+            object.__setattr__(self, "tokens", tuple(int(token) for token in tokens))
+        if self.tokens is None and self.cache is None:
+            raise InputError("A prefix needs tokens, or a cache that holds some.")
+        if self.cache is not None and not isinstance(self.cache, Cache):
+            raise InputError(
+                f"A prefix's cache is {type(self.cache).__name__}; give a cache of transformers that holds the tokens."
+            )
+        held = length(self.cache) if self.cache is not None and counts(self.cache) else len(self.tokens or ())
+        if not held:
+            raise InputError("This prefix holds no token; leave prefix= out.")
+        if self.tokens is not None and held != len(self.tokens):
+            raise InputError(
+                f"This prefix has {len(self.tokens)} tokens and a cache that holds {held}; give those alone."
+            )
+
+    @classmethod
+    def make(cls, model: Any, prompt: Any, chat: bool = False) -> Prefix:
+        """Consume a prompt in one pass and keep what it leaves.
+
+        Parameters
+        ----------
+        model
+            Anything `kvdrift.load` takes.
+        prompt
+            Text, token ids or a tensor ``[n]``.
+        chat
+            Put a text into the chat template.
+        """
+        model = load_model(model, quiet=True)
+        ids, cache = model.encode(prompt, chat), model.backend.new_cache()
+        with model.evaluating():
+            model.backend.forward(torch.tensor([ids], device=model.device), 0, cache)
+        return cls(tuple(ids), cache, model.name, model.fingerprint, model.dtype_name)
+
+    @classmethod
+    def of(cls, given: Any) -> Prefix:
+        """What ``prefix=`` was given: a prefix, a cache, or tokens with their cache.
+
+        Raises
+        ------
+        InputError
+            If it is none of these.
+        """
+        if isinstance(given, Prefix):
+            return given
+        if isinstance(given, Cache):
+            return cls(None, given)
+        if isinstance(given, (tuple, list)) and len(given) == 2 and isinstance(given[1], Cache):
+            return cls(*given)
+        raise InputError(
+            f"prefix={type(given).__name__}: give kd.Prefix.make(model, text), kd.Prefix.load(file), a cache that "
+            "holds the first tokens, or those tokens and their cache."
+        )
+
+    def __len__(self) -> int:
+        """How many tokens it holds."""
+        return length(self.cache) if self.tokens is None and self.cache is not None else len(self.tokens or ())
+
+    def anew(self, ids: Sequence[int] = ()) -> Prefix:
+        """The same tokens without the cache, so that a run computes them in a pass of its own.
+
+        ``ids`` is the prompt, whose first tokens they are where this prefix does not know its own.
+        """
+        tokens = self.tokens if self.tokens is not None else tuple(ids[: len(self)])
+        return Prefix(tokens, None)
+
+    def begins(self, ids: Sequence[int]) -> None:
+        """Refuse a prompt that does not begin with this prefix and go on.
+
+        Raises
+        ------
+        InputError
+            With the first token that differs, or because no token is left.
+        """
+        if len(ids) <= len(self):
+            raise InputError(
+                f"The prefix holds {len(self)} tokens and the prompt has {len(ids)}: at least one must be left to "
+                "consume."
+            )
+        first = next((n for n, (x, y) in enumerate(zip(self.tokens or (), ids, strict=False)) if x != y), None)
+        if first is not None and self.tokens is not None:
+            raise InputError(
+                f"The prompt does not begin with the prefix: token {first} is {ids[first]}, not {self.tokens[first]}; "
+                "give the whole prompt, prefix included, as token ids if its text is split otherwise."
+            )
+
+    def start(self, model: Model) -> Cache:
+        """A copy of the cache for a run of ``model``.
+
+        Raises
+        ------
+        InputError
+            If another model made it, in another dtype or with entries of another shape.
+        """
+        assert self.cache is not None, "a prefix without a cache is computed anew"
+        if self.weights is not None and self.weights != model.fingerprint:
+            raise InputError(
+                f"The prefix was made by another model ({self.model} in {self.dtype}, weights {self.weights}; this is "
+                f"{model.name} in {model.dtype_name}, {model.fingerprint}); make it anew with kd.Prefix.make."
+            )
+        check_fits(model, self.cache)
+        cache = copied(self.cache)
+        if model.device.type != "cpu":
+            for layer in cache.layers:
+                vars(layer).update({name: _moved(value, model.device) for name, value in vars(layer).items()})
+        return cache
+
+    def verify(self, model: Any) -> Prefix:
+        """Hold every bit of the cache against what a prefill in one pass gives now; returns the prefix itself.
+
+        A prefix that was made in chunks, on another machine or by another version may differ by rounding;
+        `kvdrift.diagnose` tells that from a fault.
+
+        Raises
+        ------
+        InputError
+            If a bit differs, with the first place.
+        """
+        if self.tokens is None or self.cache is None:
+            raise InputError("This prefix does not know its tokens, or has no cache to verify.")
+        fresh = Prefix.make(model, list(self.tokens))
+        self.start(load_model(model, quiet=True))
+        mine, theirs = _state(self.cache), _state(fresh.cache)
+        for name in dict.fromkeys((*mine, *theirs)):
+            x, y = mine.get(name), theirs.get(name)
+            if settings_of(x) != settings_of(y) and name.partition(".")[2] != "device":
+                layer, _, what = name.partition(".")
+                raise InputError(
+                    f"The prefix is not what a prefill over its {len(self)} tokens gives now: layer {layer} differs in "
+                    f"its {what}; make it anew, or let kd.diagnose tell whether that is rounding."
+                )
+        return self
+
+    def settings(self) -> dict[str, Any]:
+        """What decides the numbers of runs that start from it, as plain values."""
+        if not self._digest:
+            self._digest.append(None if self.cache is None else settings_of(self.cache))
+        return {"tokens": None if self.tokens is None else list(self.tokens), "cache": self._digest[0]}
+
+    # --- files
+
+    def save(self, path: str | FilePath) -> FilePath:
+        """Write tokens and cache to one safetensors file, bit for bit.
+
+        Raises
+        ------
+        InputError
+            If the cache is of a kind that cannot be written.
+        FileError
+            If the file cannot be written.
+        """
+        if type(self.cache) is not DynamicCache:
+            raise InputError(
+                f"A prefix in a {type(self.cache).__name__} cannot be saved, only one in a DynamicCache; keep its "
+                "tokens and make it anew."
+            )
+        tensors: dict[str, Tensor] = {}
+        layers = []
+        for number, layer in enumerate(self.cache.layers):
+            kind = type(layer)
+            if getattr(cache_utils, kind.__name__, None) is not kind:
+                raise InputError(
+                    f"Layer {number} of this prefix is a {kind.__name__} of another package and cannot be saved; keep "
+                    "the tokens and make it anew."
+                )
+            state = {name: _packed(f"{number}.{name}", value, tensors) for name, value in vars(layer).items()}
+            layers.append({"kind": kind.__name__, "state": state})
+        manifest = {
+            "tokens": None if self.tokens is None else list(self.tokens), "layers": layers, "model": self.model,
+            "weights": self.weights, "dtype": self.dtype,
+        }  # fmt: skip
+        return save_tensors(path, KIND, tensors, manifest)
+
+    @classmethod
+    def load(cls, path: str | FilePath) -> Prefix:
+        """Read what `save` wrote.
+
+        Raises
+        ------
+        FileError
+            If the file is no whole prefix, or holds a kind of layer that this version of transformers lacks.
+        """
+        tensors, manifest = load_tensors(path, KIND)
+        cache = DynamicCache()
+        for number, told in enumerate(manifest["layers"]):
+            kind = getattr(cache_utils, told["kind"], None)
+            if kind is None:
+                raise FileError(
+                    f"{path} holds a {told['kind']} in layer {number}, which this version of transformers lacks; make "
+                    "the prefix anew."
+                )
+            layer = kind.__new__(kind)
+            vars(layer).update({name: _unpacked(value, tensors) for name, value in told["state"].items()})
+            cache.layers.append(layer)
+        tokens = manifest["tokens"]
+        names = ("model", "weights", "dtype")
+        return cls(None if tokens is None else tuple(tokens), cache, *(manifest[name] for name in names))
+
+
+def length(cache: Cache) -> int:
+    """How many tokens a cache has taken in, whatever it keeps of them.
+
+    Examples
+    --------
+    >>> length(DynamicCache())
+    0
+    """
+    layers = [layer for layer in getattr(cache, "layers", ()) if isinstance(layer, CacheLayerMixin)]
+    known = [int(layer.get_seq_length()) for layer in layers]
+    return max([*known, int(cache.get_seq_length())], default=0) if counts(cache) else 0
+
+
+def counts(cache: Cache) -> bool:
+    """Whether a filled cache knows how many tokens it has taken in: not one of recurrent states alone (Mamba)."""
+    try:
+        cache.get_seq_length()
+    except ValueError:  # as transformers says it
+        return False
+    return True
+
+
+def holds_state(cache: Cache) -> bool:
+    """Whether a cache of recurrent states alone, which counts no tokens, holds any."""
+    if counts(cache):
+        return False
+    tensors: dict[str, Tensor] = {}
+    for name, value in _state(cache).items():
+        _packed(name, value, tensors)
+    return any(value.dim() > 1 and bool(value.any()) for value in tensors.values())
+
+
+def check_fits(model: Model, cache: Any) -> None:
+    """Refuse a filled cache whose entries are of another dtype or shape than the model's.
+
+    Raises
+    ------
+    InputError
+        With the first such layer.
+    """
+    infos = model.architecture.layers
+    for number, layer in enumerate(getattr(cache, "layers", ())):
+        keys = getattr(layer, "keys", None)
+        plain = type(layer) in (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer)
+        if not plain or not isinstance(keys, Tensor) or not keys.numel() or number >= len(infos):
+            continue
+        if keys.dtype != model.dtype:
+            raise InputError(
+                f"The prefix is in {str(keys.dtype).removeprefix('torch.')}, {model.name} in {model.dtype_name}; make "
+                "it with this model."
+            )
+    if len(cache.layers) > len(infos):
+        raise InputError(
+            f"The prefix has {len(cache.layers)} layers and {model.name} has {len(infos)}; make it with this model."
+        )
+
+
+def copied(cache: Cache) -> Cache:
+    """A copy of its own, down to the tensors of layers that write in place."""
+    return copy.deepcopy(cache)
+
+
+def _state(cache: Any) -> dict[str, Any]:
+    """Everything that the layers of a cache hold, by layer and name."""
+    return {f"{n}.{name}": value for n, layer in enumerate(cache.layers) for name, value in vars(layer).items()}
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """A value whose tensors on the CPU, such as those of a loaded prefix, are on another device."""
+    if isinstance(value, Tensor):
+        return value.to(device) if value.device.type == "cpu" else value
+    if isinstance(value, torch.device):
+        return device if value.type == "cpu" else value
+    return {key: _moved(part, device) for key, part in value.items()} if isinstance(value, dict) else value
+
+
+def _packed(name: str, value: Any, tensors: dict[str, Tensor]) -> Any:
+    """A value as JSON holds it; tensors go to ``tensors`` under a name."""
+    if isinstance(value, Tensor):
+        tensors[name] = value
+        return {"tensor": name}
+    if isinstance(value, (torch.dtype, torch.device)):
+        return {type(value).__name__: str(value).removeprefix("torch.")}
+    if isinstance(value, Mapping):
+        return {"mapping": [[key, _packed(f"{name}.{key}", part, tensors)] for key, part in value.items()]}
+    if isinstance(value, (list, tuple)):
+        return {type(value).__name__: [_packed(f"{name}.{n}", part, tensors) for n, part in enumerate(value)]}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise InputError(f"This prefix's {name} is a {type(value).__name__}, which cannot be saved; make the prefix anew.")
+
+
+def _unpacked(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "dtype":
+        return getattr(torch, content)
+    if kind == "device":
+        return torch.device("cpu")
+    if kind == "mapping":
+        return {key: _unpacked(part, tensors) for key, part in content}
+    return {"list": list, "tuple": tuple}[kind](_unpacked(part, tensors) for part in content)

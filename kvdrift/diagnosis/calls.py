@@ -59,7 +59,7 @@ class CallChecks:
             self.evidence.count("visibility")
             misread = visibility.misread(call, info, made.queries, made.keys)
             if misread is not None:
-                what, why = str(misread).rstrip("."), self._excuse(misread, call)
+                what, why = str(misread).rstrip("."), self._excuse(misread, made)
                 where = place(model, made.layer, "z")
                 self.evidence.findings.append(Finding("visibility", path.label, what, moment, where, why))
         else:
@@ -79,9 +79,12 @@ class CallChecks:
     def _cannot_judge(self, check: str, why: str, layer: int) -> None:
         self.evidence.unread.setdefault(f"{check} cannot judge attention: {why}", set()).add(layer)
 
-    def _excuse(self, misread: visibility.Misread, call: Any) -> Excuse | None:
-        if misread.extra and not misread.missing and not visibility.is_causal(call):
+    def _excuse(self, misread: visibility.Misread, made: Call) -> Excuse | None:
+        if misread.extra and not misread.missing and not visibility.is_causal(made.call):
             return Excuse("by_design", "the model declares this attention to be bidirectional")
+        if misread.extra and not misread.missing and visibility.blocks_ahead(made.call, made.queries, made.keys):
+            self.evidence.looks_ahead = True
+            return Excuse("by_design", "the model's mask lets tokens see later ones, in blocks that are read both ways")
         if misread.missing and not misread.extra and self.lossy is not None:
             return Excuse("lossy", self.lossy)
         return None

@@ -92,8 +92,10 @@ def _kind(evidence: Evidence, faults: Sequence[Finding]) -> VerdictKind:
         return "bug"
     if any(not (evidence.self_test and finding.check in ON_THE_ARM) for finding in faults):
         return "bug"
-    excuses = [finding.excuse.kind for finding in evidence.findings if finding.excuse is not None]
-    if excuses:
+    excused = [finding for finding in evidence.findings if finding.excuse is not None]
+    excuses = [finding.excuse.kind for finding in excused if finding.excuse is not None]
+    looked_ahead = set(excuses) == {"by_design"} and {finding.check for finding in excused} == {"visibility"}
+    if excuses and not (looked_ahead and not evidence.arm_differs and not evidence.unsettled):
         return "lossy" if "lossy" in excuses else "by_design"
     if evidence.self_test and (faults or evidence.arm_differs) and not (evidence.not_covered or evidence.unlike):
         return "inconclusive"
@@ -259,6 +261,8 @@ def _suggestion(
 ) -> str:
     if evidence.nonfinite is not None:
         return evidence.nonfinite.advice
+    if kind == "by_design" and any(finding.check == "visibility" for finding in told):
+        return "Expect the difference: what is cached of a token was made before the later ones were there."
     if kind == "inconclusive":
         return _other_arithmetic(model)
     if kind != "bug":

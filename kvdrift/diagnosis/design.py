@@ -37,9 +37,7 @@ def excuse(moment: Moment, lossy: str | None, bidirectional: bool) -> Excuse | N
     if lossy is not None:
         return Excuse("lossy", lossy)
     if bidirectional:
-        return Excuse(
-            "by_design", "the model declares its attention to be bidirectional, so every token sees later ones"
-        )
+        return Excuse("by_design", "the model declares, by its configuration or its mask, that tokens see later ones")
     switch = moment.case.switch
     if switch is not None and moment.position + 1 > switch:
         return Excuse(

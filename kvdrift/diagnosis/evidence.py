@@ -99,6 +99,8 @@ class Evidence:
         Layers for which the shape-invariant arm promises nothing, with reasons.
     unlike
         Whether the two paths run different modules or controls, so that the arm promises nothing at all.
+    looks_ahead
+        Whether a mask of the model's lets tokens see later ones, in blocks.
     arm_differs
         Whether the shape-invariant arm gave other bits in the two paths at any step.
     findings
@@ -126,6 +128,7 @@ class Evidence:
     self_test: list[Failure] = field(default_factory=list)
     not_covered: dict[int, str] = field(default_factory=dict)
     unlike: bool = False
+    looks_ahead: bool = False
     arm_differs: bool = False
     findings: list[Finding] = field(default_factory=list)
     unsettled: list[str] = field(default_factory=list)

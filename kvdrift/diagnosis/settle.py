@@ -99,7 +99,7 @@ def settle(
         if uncovered is not None and evidence.arm_differs:
             evidence.unsettled.append("Layers without a bitwise promise need the float64 witness.")
 
-    judge = _Judge(evidence, b, lossy, bidirectional(placed[0][0]))
+    judge = _Judge(evidence, b, lossy, bidirectional(placed[0][0]) or evidence.looks_ahead)
     for one in disagreements:
         promised = not evidence.self_test and (uncovered is None or one.key[0] < uncovered)
         judge(one, witnesses.get(one.moment.case.name), promised)

@@ -222,6 +222,34 @@ def is_causal(call: AttentionCall) -> bool:
     return bool(getattr(call.module, "is_causal", True) if given is None else given)
 
 
+def blocks_ahead(call: AttentionCall, query_positions: Sequence[int], key_positions: Sequence[int]) -> bool:
+    """Whether the mask itself lets tokens see later ones, in blocks that are read both ways: a prefix, an image.
+
+    The last position that a query sees must be the last one of every query up to there. A mask that is shifted by one
+    is no such thing.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from kvdrift.tracing.seam import AttentionCall
+    >>> q = torch.zeros(1, 1, 3, 4)
+    >>> prefix = torch.tensor([[1, 1, 0], [1, 1, 0], [1, 1, 1]]).bool()[None, None]
+    >>> shifted = torch.tensor([[1, 1, 0], [1, 1, 1], [1, 1, 1]]).bool()[None, None]
+    >>> [blocks_ahead(AttentionCall(None, q, q, q, mask, {}, None), range(3), range(3)) for mask in (prefix, shifted)]
+    [True, False]
+    """
+    if not isinstance(call.mask, Tensor) or call.mask.dim() != 4:
+        return False
+    seen = ~hidden(call.mask)[0, 0].cpu()
+    at = torch.tensor(list(key_positions), dtype=torch.long)[: seen.shape[1]]
+    last = [int(at[row].max()) if row.any() else None for row in seen.expand(len(query_positions), -1)]
+    ends = dict(zip(query_positions, last, strict=True))
+    ahead = {position: end for position, end in ends.items() if position >= 0 and end is not None and end > position}
+    return bool(ahead) and all(
+        ends.get(other) == end for position, end in ahead.items() for other in range(position + 1, end + 1)
+    )
+
+
 def hidden(mask: Tensor) -> Bool[Tensor, "batch head query key"]:
     """What a mask hides: False in a bool mask, `HIDDEN` and below in an additive one."""
     return mask <= HIDDEN if mask.is_floating_point() else ~mask.bool()

@@ -54,6 +54,8 @@ FAILURE = Failure("operator", "mm", "a row has other bits")
         ({"findings": [finding(excuse=Excuse("lossy", "8 bits"))]}, "lossy"),
         ({"findings": [finding(excuse=Excuse("by_design", "NTK"))]}, "by_design"),
         ({"findings": [finding(excuse=Excuse("by_design", "NTK")), finding()]}, "bug"),
+        ({"findings": [finding("visibility", excuse=Excuse("by_design", "ahead"))], "native_equal": False}, "rounding"),
+        ({"findings": [finding("visibility", excuse=Excuse("by_design", "ahead"))], "arm_differs": True}, "by_design"),
         ({"nonfinite": NonFiniteFinding("NaN.", None, "Look."), "findings": [finding()]}, "nonfinite"),
         ({"repeats": ["cache-ON"], "findings": [finding("crash")]}, "bug"),
         ({"repeats": ["cache-ON"], "findings": [finding()]}, "nondeterministic"),

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import Cache
-from transformers.cache_utils import CacheLayerMixin
 
+from kvdrift.backends.cache_state import length
 from kvdrift.controls.row_tiles import RowTiles
 from kvdrift.errors import InputError, ModelError
 from kvdrift.tracing.seam import AttentionCall, Order, Output, eager_function
@@ -52,7 +52,7 @@ class FixedAttention:
     def before_pass(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Remember the tokens of a pass, those before it, and its left padding: a forward pre-hook of the decoder."""
         caches = [value for value in (*args, *kwargs.values()) if isinstance(value, Cache)]
-        self.consumed = consumed(caches[0]) if caches else 0
+        self.consumed = length(caches[0]) if caches else 0
         self.tokens = n_tokens(args, kwargs)
         self.padding = left_padding(kwargs.get("attention_mask"))
 
@@ -164,12 +164,6 @@ def attention_parts(model: Model) -> dict[int, int]:
 def _has_keys(name: str, given: Tensor, call: AttentionCall) -> bool:
     """Whether an argument ``[batch, head, query, …]`` ends in an axis of keys (a sink may have as many entries)."""
     return given.shape[3] == call.key.shape[2] and "sink" not in name
-
-
-def consumed(cache: Cache) -> int:
-    """How many positions a cache has taken in, whatever it keeps of them."""
-    attention = [layer for layer in cache.layers if isinstance(layer, CacheLayerMixin)]
-    return max((int(layer.get_seq_length()) for layer in attention), default=0)
 
 
 def left_padding(mask: object) -> int:

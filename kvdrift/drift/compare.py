@@ -22,7 +22,7 @@ from kvdrift.models.load import load
 from kvdrift.models.model import Model, as_prompts
 from kvdrift.paths.cache_off import CacheOff
 from kvdrift.paths.cache_on import CacheOn
-from kvdrift.paths.own import check_path
+from kvdrift.paths.own import check_path, check_room
 from kvdrift.paths.path import Path, path_notes
 from kvdrift.runs.comparable import kept_with
 from kvdrift.runs.store import takes_store_as
@@ -129,6 +129,8 @@ def compare(
     a = CacheOn() if a is None else check_path(a, "a")
     b = CacheOff() if b is None else check_path(b, "b")
     longest = max(len(ids) + length for ids, length in zip(encoded, lengths, strict=True))
+    for path in (a, b):
+        check_room(path, model, longest - 1)
     job = Job.prepare(
         model,
         a,

@@ -30,7 +30,7 @@ from kvdrift.models.load import load
 from kvdrift.models.model import Model, PromptLike, as_prompts
 from kvdrift.paths.cache_off import CacheOff
 from kvdrift.paths.cache_on import CacheOn
-from kvdrift.paths.own import check_path
+from kvdrift.paths.own import check_path, check_room
 from kvdrift.paths.path import Path, path_info, path_notes, path_settings
 from kvdrift.provenance import prompt_hash
 from kvdrift.runs.comparable import comparable, kept_with
@@ -265,6 +265,8 @@ def _fitting(model: Model, plan: Plan, items: Sequence[Item]) -> dict[str, tuple
             n_gold = len(runner.gold_ids(item, ids))
             for each in (plan.a.model or model, plan.b.model or model):
                 each.check_length(len(ids), max(plan.max_new_tokens, n_gold))
+            for path in (plan.a, plan.b):
+                check_room(path, runner.model, len(ids) + max(plan.max_new_tokens, n_gold) - 1)
         except InputError as error:
             raise InputError(f"Item {item.id!r} of {plan.task.name}: {error}") from error
         found[item.id] = (ids, n_gold)

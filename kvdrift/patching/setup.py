@@ -18,7 +18,7 @@ from kvdrift.models.load import load
 from kvdrift.models.model import Model, as_prompts
 from kvdrift.paths.cache_off import CacheOff
 from kvdrift.paths.cache_on import CacheOn
-from kvdrift.paths.own import check_path
+from kvdrift.paths.own import check_path, check_room
 from kvdrift.paths.path import Path, path_info, path_notes, path_settings
 from kvdrift.settings import settings_of
 from kvdrift.tracing.trace import Trace
@@ -161,6 +161,8 @@ def read(
         model.check_length(len(ids), length)
     ran = (recipient,) if traces is not None else (recipient, path)
     longest = max(len(ids) + length for ids, length in zip(encoded, lengths, strict=True))
+    for each in ran:
+        check_room(each, model, longest - 1)
     notes = (*template_notes(model, given, chat), *path_notes(model, ran, longest))
     return Setup(model, labelled, follow, tuple(lengths), path, recipient, traces, ignore_eos, notes)
 

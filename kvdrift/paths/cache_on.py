@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain, repeat
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakSet
 
 from torch import Tensor
 from transformers import Cache, DynamicCache
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
+from kvdrift.backends.cache_state import first_positions, length, refuse_full, refuse_offloading
 from kvdrift.backends.manner import check_manner
 from kvdrift.controls import Control
 from kvdrift.errors import InputError, SiteError, StaleCacheError
 from kvdrift.fingerprint import first_in_job
 from kvdrift.models.load import load
 from kvdrift.paths.execution import Execution
+from kvdrift.paths.forking import forked
 from kvdrift.paths.path import Path, Step
-from kvdrift.paths.prefix import Prefix, check_fits, holds_state, length
+from kvdrift.paths.prefix import Prefix, check_fits, holds_state
 from kvdrift.tracing.writer import Index, as_index, shifted, write_at
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ class CacheOn:
         """Begin a run over a prompt."""
         model = self.model or model
         chosen = self.controls if controls is None else controls
-        cache = self.cache() if self.cache is not None else model.backend.new_cache()
+        cache = self.new_cache(model)
         prefix = self.prefix if isinstance(self.prefix, Prefix) else None
         if self.cache is not None:
             refuse_used(self.cache, cache)
@@ -126,6 +127,24 @@ class CacheOn:
             check_fits(model, cache)
             return CacheOnRun(self, model, list(ids), cache, chosen, held=len(prefix))
         return CacheOnRun(self, model, list(ids), prefix.start(model), chosen, held=len(prefix))
+
+    def new_cache(self, model: Model) -> Cache:
+        """The cache of a new run, as ``cache`` makes it.
+
+        Raises
+        ------
+        InputError
+            If it cannot be made, or offloads to the device on which the model is.
+        """
+        if self.cache is None:
+            return model.backend.new_cache()
+        try:
+            cache = self.cache()
+        except Exception as error:  # whatever a function of somebody's own raises
+            said = " ".join(str(error).split())
+            raise InputError(f"cache= makes no cache ({type(error).__name__}: {said}).") from error
+        refuse_offloading(cache, model.device)
+        return cache
 
     @property
     def begins_filled(self) -> bool:
@@ -158,8 +177,24 @@ class CacheOn:
         return replace(self, prefix=Prefix(tuple(tokens), None), cache=None if filled else self.cache)
 
 
+class _Event(NamedTuple):
+    """Tokens that were consumed in one pass under some controls, or how many were taken back."""
+
+    controls: tuple[Control, ...]
+    tokens: tuple[int, ...] = ()
+    n_taken_back: int = 0
+
+
 class CacheOnRun:
-    """A cache-ON run under way; see `kvdrift.paths.path.Run`."""
+    """A cache-ON run under way; see `kvdrift.paths.path.Run`.
+
+    Attributes
+    ----------
+    cache
+        Its cache.
+    overwritten
+        Whether values were written into it.
+    """
 
     def __init__(
         self,
@@ -177,17 +212,24 @@ class CacheOnRun:
         self._prompt = prompt
         self._consumed = held - path.left_padding  # counted in real tokens
         self._first_pass = first_pass  # tokens of a prefix, consumed in a pass of their own
-        self._begun = False
+        self._begun, self._begun_under = False, controls
         self._key_offsets: dict[int, int] = {}
         self._end = 0  # slots in use after the latest pass
         self._keeps_past = False
+        self.overwritten = False
+        self._since: list[_Event] = []  # what followed the prompt
         self._execution = Execution(model, path.attn, controls, path.call)
+
+    @property
+    def begun(self) -> bool:
+        """Whether the prompt was consumed."""
+        return self._begun
 
     def step(self, token: int | None = None) -> Step:
         """Prefill (``token=None``, once) or decode one token."""
         if (token is None) == self._begun:
             raise InputError("The first step takes no token, every later one takes the token to consume.")
-        return self._consume(self._chunks() if token is None else [[token]])
+        return self._consume(self._chunks()) if token is None else self._go_on([token])
 
     def extend(self, tokens: Sequence[int]) -> Step:
         """Consume several tokens in one pass, as a continued chat and the check of drafted tokens do.
@@ -201,12 +243,19 @@ class CacheOnRun:
             raise InputError(
                 f"extend({list(tokens)}): give at least one token, after the first step has consumed the prompt."
             )
-        return self._consume([list(tokens)])
+        return self._go_on(tokens)
+
+    def _go_on(self, tokens: Sequence[int]) -> Step:
+        """One pass over tokens that follow the prompt."""
+        step = self._consume([list(tokens)])
+        self._since.append(_Event(self.controls, tuple(tokens)))
+        return step
 
     def _consume(self, chunks: list[list[int]]) -> Step:
         for chunk in chunks:
-            self._key_offsets = self._offsets(len(chunk))
             self._end = self._consumed + self.path.left_padding + len(chunk)
+            refuse_full(self.cache, self._end)
+            self._key_offsets = first_positions(self.cache, self.model.architecture.n_layers, len(chunk))
             logits = self._execution.forward(chunk, self._consumed, self.cache, self.path.left_padding)
             self._consumed += len(chunk)
             if not self._begun:
@@ -245,22 +294,28 @@ class CacheOnRun:
                 raise
             raise InputError(f"This cache cannot be cropped: {error}") from error
         self._consumed -= n_tokens
+        self._since.append(_Event(self.controls, n_taken_back=n_tokens))
 
     def skip(self, token: int) -> None:
         """Consume a token: the cache needs it, so this is a step."""
         self.step(token)
 
     def fork(self, controls: tuple[Control, ...] | None = None) -> CacheOnRun:
-        """An independent continuation with its own copy of the cache."""
-        other = CacheOnRun(
-            self.path,
-            self.model,
-            self._prompt,
-            _copy_cache(self.cache),
-            self.controls if controls is None else controls,
-        )
+        """An independent continuation with a cache of its own.
+
+        Raises
+        ------
+        InputError
+            If there is no way to make one; see `kvdrift.paths.forking.forked`.
+        """
+        return self.around(forked(self), controls)
+
+    def around(self, cache: Cache, controls: tuple[Control, ...] | None = None) -> CacheOnRun:
+        """This run going on with another cache in the same state."""
+        other = CacheOnRun(self.path, self.model, self._prompt, cache, self.controls if controls is None else controls)
+        other._since, other.overwritten = list(self._since), self.overwritten
         other._consumed, other._keeps_past, other._begun = self._consumed, self._keeps_past, self._begun
-        other._first_pass = self._first_pass
+        other._first_pass, other._begun_under = self._first_pass, self._begun_under
         return other
 
     def close(self) -> None:
@@ -314,6 +369,30 @@ class CacheOnRun:
             )
         write_at(target, heads, slots, value)
         setattr(kind, attribute, target)
+        self.overwritten = True
+
+    def again(self) -> CacheOnRun:
+        """A second run over the same tokens, as far as this one is; what was overwritten is not."""
+        other = self.path.start(self.model, self._prompt, self._begun_under)
+        if self._keeps_past:
+            other.keep_past()
+        if self._begun:
+            other.step()
+        for event in self._since:
+            other._under(event.controls)
+            if event.tokens:
+                other._go_on(event.tokens)
+            else:
+                other.crop(event.n_taken_back)
+        other._under(self.controls)
+        return other
+
+    def _under(self, controls: tuple[Control, ...]) -> None:
+        """Go on under these controls."""
+        if controls != self.controls:
+            self._execution.close()
+            self.controls = controls
+            self._execution = Execution(self.model, self.attn, controls, self.path.call)
 
     def _chunks(self) -> list[list[int]]:
         done = max(self._consumed, 0)
@@ -341,27 +420,6 @@ class CacheOnRun:
         offset = self._key_offsets.get(layer, max(self._end - n_keys, 0))
         start = offset - self.path.left_padding
         return range(start, start + n_keys)
-
-    def _offsets(self, queries: int) -> dict[int, int]:
-        """Absolute position of the first key in each layer, for a pass over ``queries`` more tokens."""
-        return {
-            layer: int(self.cache.get_mask_sizes(queries, layer)[1])
-            for layer, kind in enumerate(self.cache.layers)
-            if isinstance(kind, CacheLayerMixin)
-        }
-
-
-def _copy_cache(cache: Cache) -> Cache:
-    """A copy that can be extended on its own.
-
-    Layers that grow by concatenation never write into their tensors, so these can be shared; any other kind of
-    layer is copied deeply.
-    """
-    if any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers):
-        return copy.deepcopy(cache)
-    other = copy.copy(cache)
-    other.layers = [copy.copy(layer) for layer in cache.layers]
-    return other
 
 
 def for_copy(path: Path, model: Model | None, ids: Sequence[int] = ()) -> Path:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from kvdrift.backends.cache_state import refuse_full
 from kvdrift.controls import Control
 from kvdrift.errors import InputError
 from kvdrift.models.load import load
@@ -37,6 +38,18 @@ def check_path(path: Any, name: str) -> Path:
         shown = path.__name__ if isinstance(path, type) else repr(path)
         raise InputError(f"{name}={shown} is no path; give an object, such as kd.CacheOn() or kd.CacheOff().")
     return path if isinstance(path, (CacheOn, CacheOff, OwnPath)) else OwnPath(path)
+
+
+def check_room(path: Path, model: Model, n_tokens: int) -> None:
+    """Refuse a run over ``n_tokens`` that the cache of a path could not hold, before it begins.
+
+    Raises
+    ------
+    InputError
+        If the cache is too short, cannot be made, or offloads to the device on which the model is.
+    """
+    if isinstance(path, CacheOn) and path.cache is not None:
+        refuse_full(path.new_cache(path.model or model), n_tokens + path.left_padding)
 
 
 class OwnPath:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, cache_utils
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
+from kvdrift.backends.cache_state import length
 from kvdrift.errors import FileError, InputError
 from kvdrift.files import load_tensors, save_tensors
 from kvdrift.models.load import load as load_model
@@ -256,19 +257,6 @@ class Prefix:
         tokens = manifest["tokens"]
         names = ("model", "weights", "dtype")
         return cls(None if tokens is None else tuple(tokens), cache, *(manifest[name] for name in names))
-
-
-def length(cache: Cache) -> int:
-    """How many tokens a cache has taken in, whatever it keeps of them.
-
-    Examples
-    --------
-    >>> length(DynamicCache())
-    0
-    """
-    layers = [layer for layer in getattr(cache, "layers", ()) if isinstance(layer, CacheLayerMixin)]
-    known = [int(layer.get_seq_length()) for layer in layers]
-    return max([*known, int(cache.get_seq_length())], default=0) if counts(cache) else 0
 
 
 def counts(cache: Cache) -> bool:

@@ -16,7 +16,7 @@ from kvdrift.models.ending import stops, template_notes, tokens_written, way_on
 from kvdrift.models.load import load
 from kvdrift.models.model import Model, as_prompts
 from kvdrift.paths.cache_on import CacheOn
-from kvdrift.paths.own import check_path
+from kvdrift.paths.own import check_path, check_room
 from kvdrift.paths.path import Path, path_notes
 from kvdrift.paths.recording import Positions, Recording
 from kvdrift.tracing.sites import choose_heads, choose_layers, parse_sites
@@ -113,7 +113,9 @@ def record(
     for ids, length in zip(encoded, lengths, strict=True):
         used.check_length(len(ids), length)
         _check_positions(positions, len(ids) + length - 1)
-    notes = path_notes(used, (path,), max(len(ids) + length for ids, length in zip(encoded, lengths, strict=True)))
+    longest = max(len(ids) + length for ids, length in zip(encoded, lengths, strict=True))
+    check_room(path, used, longest - 1)
+    notes = path_notes(used, (path,), longest)
     for note in notes:
         print(f"kvdrift: {note}.", file=sys.stderr)
     traces, weights = [], used.fingerprint

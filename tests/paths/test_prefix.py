@@ -11,10 +11,10 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 import kvdrift as kd
+from kvdrift.backends.cache_state import length
 from kvdrift.errors import FileError, InputError, StaleCacheError
 from kvdrift.fingerprint import one_job
 from kvdrift.models.tiny import tiny
-from kvdrift.paths.prefix import length
 
 SYSTEM, QUESTION = list(range(10, 28)), list(range(60, 67))
 PROMPT = SYSTEM + QUESTION

@@ -20,7 +20,7 @@ from kvdrift.diagnosis.calls import CallChecks
 from kvdrift.diagnosis.cases import Case, default_cases, fits, left_out, too_costly
 from kvdrift.diagnosis.design import declared_loss, excuse
 from kvdrift.diagnosis.evidence import Evidence, Finding
-from kvdrift.diagnosis.generated import differs_from_forward
+from kvdrift.diagnosis.generated import crash, differs_from_forward
 from kvdrift.diagnosis.lanes import apart, lane_cases, told
 from kvdrift.diagnosis.locate import Where, cache_update, changed_past, first_difference, place
 from kvdrift.diagnosis.lockstep import Moment, lockstep
@@ -117,8 +117,7 @@ class Gathering:
                 return evidence
         self._guarded(self.model, cases[0], self._operators)
         if generate:
-            found = differs_from_forward(self.model, self.a, cases[0])
-            evidence.findings += [] if found is None else [found]
+            evidence.findings += self._generate(cases[0])
         settle(evidence, self.disagreements, ran, self.b, self.lossy)
         for sentence in (*apart(evidence.findings), *told([case for _, case in ran])):
             evidence.note(sentence)
@@ -184,6 +183,15 @@ class Gathering:
             except Exception as own:  # whatever the model raises
                 return [Failure("junk", "a pass of the model", f"{N_TOKENS} tokens without a cache: {said(own)}")]
             raise InternalError.of(error, f"in the self-test of fixed shape on {self.model.name}") from error
+
+    def _generate(self, case: Case) -> list[Finding]:
+        try:
+            found = differs_from_forward(self.model, self.a, case)
+        except KvdriftError:
+            raise
+        except Exception as error:  # whatever the model raises
+            found = crash(self.model, self.a, case, error)
+        return [] if found is None else [found]
 
     def _filled(self, case: Case) -> None:
         """Look for a path whose attention gives its keys and values to no layer of the cache."""

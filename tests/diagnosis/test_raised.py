@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache
 
 import kvdrift as kd
-from kvdrift.diagnosis import cases, gather
+from kvdrift.diagnosis import cases, gather, generated
 from kvdrift.diagnosis.cases import Case
 from kvdrift.diagnosis.evidence import Finding
 from kvdrift.diagnosis.raised import cause
@@ -203,6 +203,24 @@ def test_a_crash_on_a_twin_counts_unless_the_cache_was_made_for_the_model(monkey
     given = diagnose(model, prompts=PROMPT[:4], a=kd.CacheOn(cache=lambda: DynamicCache(config=model.config)))
     assert given.equivalent, str(given)
     assert any("on a tiny twin, for which its own cache need not be made" in case for case in given.not_examined)
+
+
+def test_a_generate_that_raises_is_a_bug_of_it(monkeypatch):
+    model = small()
+
+    def broken(*args, **kwargs):
+        raise ZeroDivisionError("no inputs")
+
+    model.prepare_inputs_for_generation = broken
+    verdict = diagnose(model, generate=True)
+    assert verdict.kind == "bug", str(verdict)
+    assert any(r.startswith("Generate(): raises ") and "where cache-ON runs" in r for r in verdict.reasons), str(
+        verdict
+    )
+    del model.prepare_inputs_for_generation
+    monkeypatch.setattr(generated, "same_bits", broken)
+    with pytest.raises(InternalError, match=r"while it followed generate\(\)"):
+        diagnose(model, generate=True)
 
 
 def test_a_crash_is_a_finding_with_its_step():

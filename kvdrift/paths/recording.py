@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Literal
 
 import torch
@@ -225,8 +226,14 @@ class Recording:
         slots, places = (torch.tensor(x, device=pattern.device) for x in zip(*read, strict=True))
         return wide.index_copy_(-1, places, pattern.index_select(-1, slots))
 
+    def _ended(self, site: str, seen: int) -> list[str]:
+        """The axes over all positions that a text which ended early leaves too long."""
+        whole = {"position": isinstance(self.positions, str), "key": True}
+        axes = self.coordinates[site]
+        return [name for name, cut in whole.items() if cut and name in axes and len(axes[name]) > seen]
+
     def _finish(self, prompt: Prompt, fed: list[int]) -> Trace:
-        n = len(fed)
+        n, seen = len(fed), len(prompt.ids) + len(fed) - 1
         tensors: dict[str, Tensor | dict[int, Tensor]] = {}
         for site, slots in self.slots.items():
             if site in self.whole:
@@ -235,10 +242,22 @@ class Recording:
                 tensors[site] = slots[0][:n]
             else:
                 tensors[site] = {layer: tensor[:n] for layer, tensor in slots.items()}
+        coordinates, masks = {}, {}
+        for site, axes in self.coordinates.items():
+            ended = self._ended(site, seen)
+            coordinates[site] = axes | {"step": tuple(range(n))} | {name: axes[name][:seen] for name in ended}
+            cut = partial(_cut, names=list(axes), ended=ended, seen=seen)
+            value = tensors[site]
+            tensors[site] = (
+                {layer: cut(x, without="layer") for layer, x in value.items()}
+                if isinstance(value, dict)
+                else cut(value)
+            )
+            masks[site] = cut(self.masks[site][:n])
         return Trace(
             tensors=tensors,
-            coordinates={site: axes | {"step": tuple(range(n))} for site, axes in self.coordinates.items()},
-            masks={site: mask[:n] for site, mask in self.masks.items()},
+            coordinates=coordinates,
+            masks=masks,
             path=path_info(self.path, self.model),
             prompt=prompt,
             fed=tuple(fed),
@@ -246,3 +265,12 @@ class Recording:
             provenance=provenance.collect(self.model)
             | {"weights": self.weights, "settings": {"path": path_settings(self.path, self.model)}},
         )
+
+
+def _cut(value: Tensor, names: Sequence[str], ended: Sequence[str], seen: int, without: str = "") -> Tensor:
+    """A tensor (or a mask, which lacks the last axis) with the axes that ended early cut to the positions seen."""
+    order = [name for name in names if name != without]
+    for name in ended:
+        if order.index(name) < value.ndim:
+            value = value.narrow(order.index(name), 0, seen)
+    return value

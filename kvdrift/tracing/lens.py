@@ -94,7 +94,45 @@ def to_cache(trace: Trace, step: int | None, model: Any) -> Any:
             entries[hook_name(site, layer, trace.architecture)] = (
                 tensor if by_position else tensor.movedim(-2, 0)
             ).unsqueeze(0)
+    if model is not None:
+        entries = _derived(entries, trace.architecture, model) | entries
     return ActivationCache(entries, model)
+
+
+def _derived(entries: Mapping[str, Tensor], architecture: Architecture, bridge: Any) -> dict[str, Tensor]:
+    """What the bridge's norms divide by, where what they read was recorded, and what else follows from the entries.
+
+    A layer reads what the one before it hands on, so ``hook_resid_pre`` from layer 1 on is there as soon as
+    ``resid_post`` was recorded; learned positions are what the first layer reads beside the token's embedding.
+    """
+    n_layers = architecture.n_layers
+    found: dict[str, Tensor] = {}
+    norms = [("ln_final", getattr(bridge, "ln_final", None), f"blocks.{n_layers - 1}.hook_resid_post")]
+    for layer, block in enumerate(bridge.blocks):
+        name, before = f"blocks.{layer}", f"blocks.{layer - 1}.hook_resid_post"
+        if layer and before in entries:
+            found[f"{name}.hook_resid_pre"] = entries[before]
+        norms += [
+            (f"{name}.{norm}", getattr(block, norm, None), f"{name}.hook_resid_{read}")
+            for norm, read in (("ln1", "pre"), ("ln2", "mid"))
+        ]
+    given = {**found, **entries}
+    first = "blocks.0.hook_resid_pre"
+    if architecture.positional == "learned" and {"hook_embed", first} <= set(given):
+        found["hook_pos_embed"] = given[first] - given["hook_embed"]
+    for name, norm, source in norms:
+        if source in given and hasattr(norm, "hook_scale"):
+            found[f"{name}.hook_scale"] = _norm_scale(norm, given[source])
+    return found
+
+
+def _norm_scale(norm: Any, value: Tensor) -> Tensor:
+    """The root mean square (about the mean in a LayerNorm) as the bridge's norm computes it, without its hooks."""
+    wide = value if value.dtype in (torch.float32, torch.float64) else value.float()
+    centred = wide if norm.uses_rms_norm else wide - wide.mean(-1, keepdim=True)
+    own = norm.original_component
+    eps = next((getattr(own, name) for name in ("eps", "variance_epsilon") if hasattr(own, name)), None)
+    return (centred.pow(2).mean(-1, keepdim=True) + (norm.config.eps if eps is None else eps)).sqrt()
 
 
 def _latest(tensor: Tensor, computed: Tensor, axis: int) -> Tensor:

@@ -117,7 +117,9 @@ class Trace:
         step
             The last step that counts; by default the last one of the trace.
         model
-            The bridge, which some methods of the cache need.
+            The bridge, which some methods of the cache need; with it the cache also holds what its norms divide by.
+            ``accumulated_resid`` asks for the sites ``embed``, ``resid_pre`` and ``resid_post``, ``decompose_resid``
+            for ``embed``, ``attn_out`` and ``mlp_out``, and ``logit_attrs`` for ``resid_post`` of the last layer.
 
         Raises
         ------

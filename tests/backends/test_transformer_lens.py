@@ -331,3 +331,35 @@ def test_broken_weights_are_named_as_transformers_names_them():
     hf.model.layers[1].mlp.down_proj.weight.data[0, 0] = torch.nan
     with pytest.raises(NonFiniteError, match=r" model\.layers\.1\.mlp\.down_proj\.weight holds NaN"):
         kd.evaluate(bridge_of(hf), [[1, 2, 3]], max_new_tokens=2, progress=False)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "qwen3"])
+def test_transformer_lens_takes_a_trace_apart_as_it_does_its_own_cache(family):
+    b = bridge(family, n_layers=3) if family != "gpt2" else bridge_of(kd.models.tiny("gpt2", attn="eager"))
+    model = kd.load(b, quiet=True)
+    _, theirs = b.run_with_cache(torch.tensor([PROMPT]))
+    sites = ["embed", "resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post"]
+    trace = kd.record(model, PROMPT, path=kd.CacheOff(), sites=sites, positions="all", max_new_tokens=1, progress=False)
+    ours = trace.to_activation_cache(model=b)
+    assert "ln_final.hook_scale" in ours
+    exact = family != "gpt2"  # whose attention a bridge computes otherwise than the model itself
+    for call in (
+        lambda cache: cache.accumulated_resid(apply_ln=True),
+        lambda cache: cache.decompose_resid(apply_ln=True),
+        lambda cache: cache.decompose_resid(layer=1, mlp_input=True, apply_ln=True),
+        lambda cache: cache.logit_attrs(cache.decompose_resid(), tokens=5),
+        lambda cache: cache.logit_attrs(cache.accumulated_resid(), tokens=5, incorrect_tokens=6),
+    ):
+        assert torch.equal(call(ours), call(theirs)) or (not exact and torch.allclose(call(ours), call(theirs)))
+    assert len(ours.accumulated_resid()) == model.architecture.n_layers + 1
+    assert [name for name in ours if name in theirs and exact and not torch.equal(ours[name], theirs[name])] == []
+
+
+def test_a_layers_input_is_what_the_layer_before_hands_on():
+    b = bridge("llama", torch.bfloat16, n_layers=3)
+    trace = record(kd.load(b, quiet=True), kd.CacheOn(), sites=["blocks.0.hook_resid_pre", "resid_post"])
+    cache = trace.to_activation_cache(model=b)
+    assert len(cache.accumulated_resid()) == 4
+    assert torch.equal(cache["blocks.2.hook_resid_pre"], cache["blocks.1.hook_resid_post"])
+    assert cache["ln_final.hook_scale"].dtype == torch.float32
+    assert "ln_final.hook_scale" not in trace.to_activation_cache()

@@ -215,3 +215,24 @@ def test_the_weights_are_fingerprinted_once_for_all_prompts(tiny_model, monkeypa
     other = kd.load(tiny("llama", seed=1), quiet=True)
     path = kd.CacheOn(model=other)
     assert kd.record(model, PROMPT, path=path, max_new_tokens=2, progress=False).provenance["weights"] == own(other)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mamba"])
+def test_a_text_that_ended_early_has_the_shape_of_the_same_tokens_given(family):
+    """Positions end with what was consumed, so that two paths over one text can be subtracted."""
+    hf = tiny(family, attn="eager")
+    free = record(hf, PROMPT, max_new_tokens=6)
+    hf.generation_config.eos_token_id = free.fed[2]
+    model = kd.load(hf, quiet=True)
+    sites = [site for site in model.coverage.sites if site != "logits"]
+    a = record(model, PROMPT, max_new_tokens=6, sites=sites, positions="all")
+    b = record(model, PROMPT, path=kd.CacheOff(), tokens=a.fed, sites=sites, positions="all")
+    assert len(a.fed) < 6
+    for site in sites:
+        one, two = a[site], b[site]
+        pairs = [(one[layer], two[layer]) for layer in one] if isinstance(one, dict) else [(one, two)]
+        assert all((x - y).shape == x.shape == y.shape for x, y in pairs), site
+        assert (a.axes(site), a.valid(site).shape) == (b.axes(site), b.valid(site).shape), site
+        assert a.axes(site).get("position", (len(PROMPT) + len(a.fed) - 2,))[-1] == len(PROMPT) + len(a.fed) - 2
+    some = record(model, PROMPT, max_new_tokens=6, sites="resid_post", positions=[0, 3])
+    assert some.axes("resid_post")["position"] == (0, 3), "positions that were named stay"

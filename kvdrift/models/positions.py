@@ -36,7 +36,10 @@ def default_positions(backend: HFBackend, vocab_size: int) -> str | None:
     if not backend.takes_positions or backend.input_device.type == "meta":
         return None
     ids = torch.arange(2, N_PROMPT + 3, device=backend.input_device).unsqueeze(0) % vocab_size
-    told = _logits(backend, ids, "all-logits")
+    try:
+        told = _logits(backend, ids, "all-logits")
+    except Exception:  # whatever a model raises that does not run at all; what is asked of it next says so
+        return None
     try:
         own = _logits(backend, ids, "default")
     except Exception as error:  # whatever a model raises that needs its positions told

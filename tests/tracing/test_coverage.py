@@ -132,3 +132,19 @@ def test_a_tap_that_never_fires_is_refused(monkeypatch):
     monkeypatch.setattr(tap.Tap, "__call__", lambda self, call, proceed: proceed(call))
     with pytest.raises(NotFaithfulError, match="never fired"):
         _ = kd.load(tiny("llama"), quiet=True).coverage
+
+
+@pytest.mark.parametrize("verb", ["compare", "patch", "record"])
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_model_that_does_not_run_says_so_in_a_sentence(verb, cached):
+    hf = tiny("llama")
+
+    def fail(_, __, kwargs):
+        if (kwargs.get("cache") is not None) == cached:
+            raise IndexError("no such row")
+
+    hf.register_forward_pre_hook(fail, with_kwargs=True)
+    given = ("kv",) if verb == "patch" else ()
+    how = "with a cache" if cached else "without a cache"
+    with pytest.raises(ModelError, match=rf"fails on a few tokens {how}.*\(IndexError: no such row\)"):
+        getattr(kd, verb)(hf, [5, 6, 7], *given, progress=False)

@@ -48,12 +48,24 @@ def test_a_clean_model_is_run_in_every_manner_that_it_knows(family):
         ("default-positions-begin-at-two", "gpt2", "float32"),
         ("positions-of-a-mask-begin-at-one", "gpt2", "bfloat16"),
         ("a-mask-resets-positions-at-decode", "qwen3", "bfloat16"),
+        ("head-off-for-one-row", "gpt-neox", "bfloat16"),
+        ("head-off-for-one-row", "mistral", "float32"),
     ],
 )
 def test_a_fault_of_one_manner_is_found_and_the_manner_named(fault, family, dtype):
     case = judge(fault, family, dtype)
     assert case.right, case.reasons
     assert case.signature_right, case.signature
+
+
+def test_a_head_that_is_wrong_for_one_row_is_placed_in_the_head():
+    model = kd.models.tiny("qwen2", num_hidden_layers=2)
+    handle = model.lm_head.register_forward_hook(lambda _m, _a, out: out * 1.001 if out.shape[1] == 1 else out)
+    verdict = diagnose(model)
+    handle.remove()
+    assert verdict.kind == "bug", str(verdict)
+    assert verdict.where.module == "lm_head"
+    assert verdict.signature[0] == "where all logits are asked for"
 
 
 def test_positions_that_are_all_moved_alike_are_the_same_function_of_a_rotary_model():

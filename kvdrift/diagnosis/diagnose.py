@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from tqdm.auto import tqdm
 from kvdrift.diagnosis.cases import default_cases, prompt_cases
 from kvdrift.diagnosis.decide import decide
 from kvdrift.diagnosis.gather import Gathering
+from kvdrift.diagnosis.generated import check_generate
 from kvdrift.diagnosis.lanes import lane_cases
 from kvdrift.diagnosis.prefixed import begun_with, held_tokens
 from kvdrift.diagnosis.verdict import Verdict
@@ -32,7 +34,7 @@ def diagnose(
     b: Path | None = None,
     *,
     max_new_tokens: int = 16,
-    generate: bool = False,
+    generate: bool | Mapping[str, Any] = False,
     chat: bool = False,
     seed: int = 0,
     progress: bool = True,
@@ -60,7 +62,10 @@ def diagnose(
     max_new_tokens
         Tokens after each of your own prompts.
     generate
-        Also compare ``model.generate()`` with path a: its position ids can differ from those of ``forward``.
+        Also run ``model.generate()`` with path a's cache, chunks and padding, against path a and against itself with
+        ``use_cache=False``; True, or a dict of arguments that are passed on to it, such as
+        ``{"prompt_lookup_num_tokens": 4}``, ``{"cache_implementation": "static"}``, ``{"assistant_model": draft}`` or
+        ``{"num_beams": 3}``.
     chat
         Put text prompts into the chat template.
     seed
@@ -92,6 +97,7 @@ def diagnose(
     model = load(model, repair=False, quiet=not progress).as_it_is()
     a = CacheOn() if a is None else _as_it_is(check_path(a, "a"))
     b = CacheOff() if b is None else _as_it_is(check_path(b, "b"))
+    arguments = check_generate(generate, a)
     held: tuple[int, ...] = ()
     if prompts is None:
         held = held_tokens(a)
@@ -106,7 +112,7 @@ def diagnose(
     with torch.no_grad(), tqdm(desc="diagnose", unit="step", disable=not progress) as bar:
         gathering = Gathering(model, a, b, seed, bar)
         try:
-            evidence = gathering.run(cases, generate)
+            evidence = gathering.run(cases, arguments)
         except KvdriftError:
             raise
         except Exception as error:  # what a model raises was told apart from it before

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
@@ -16,11 +16,11 @@ from kvdrift.bits import same_bits
 from kvdrift.controls import Control
 from kvdrift.controls.fixed_shape import FixedShape, not_covered
 from kvdrift.controls.self_test import N_TOKENS, Failure, self_test
+from kvdrift.diagnosis import generated
 from kvdrift.diagnosis.calls import CallChecks
 from kvdrift.diagnosis.cases import Case, default_cases, fits, left_out, too_costly
 from kvdrift.diagnosis.design import declared_loss, excuse
 from kvdrift.diagnosis.evidence import Evidence, Finding
-from kvdrift.diagnosis.generated import crash, differs_from_forward
 from kvdrift.diagnosis.lanes import apart, lane_cases, told
 from kvdrift.diagnosis.locate import Where, cache_update, changed_past, first_difference, place
 from kvdrift.diagnosis.lockstep import Moment, lockstep
@@ -77,7 +77,7 @@ class Gathering:
         self.checks: dict[int, CallChecks] = {}
         self.disagreements: list[Disagreement] = []
 
-    def run(self, cases: Sequence[Case], generate: bool) -> Evidence:
+    def run(self, cases: Sequence[Case], generate: Mapping[str, Any] | None = None) -> Evidence:
         """Run the checks over ``cases``, the first of which is a plain one.
 
         Raises
@@ -116,8 +116,8 @@ class Gathering:
                 evidence.note(f"Only the first case, {case.name}, was run: it convicts.")
                 return evidence
         self._guarded(self.model, cases[0], self._operators)
-        if generate:
-            evidence.findings += self._generate(cases[0])
+        if generate is not None:
+            generated.examine(evidence, self.model, self.a, cases[0], generate, self.lossy)
         settle(evidence, self.disagreements, ran, self.b, self.lossy)
         for sentence in (*apart(evidence.findings), *told([case for _, case in ran])):
             evidence.note(sentence)
@@ -183,15 +183,6 @@ class Gathering:
             except Exception as own:  # whatever the model raises
                 return [Failure("junk", "a pass of the model", f"{N_TOKENS} tokens without a cache: {said(own)}")]
             raise InternalError.of(error, f"in the self-test of fixed shape on {self.model.name}") from error
-
-    def _generate(self, case: Case) -> list[Finding]:
-        try:
-            found = differs_from_forward(self.model, self.a, case)
-        except KvdriftError:
-            raise
-        except Exception as error:  # whatever the model raises
-            found = crash(self.model, self.a, case, error)
-        return [] if found is None else [found]
 
     def _filled(self, case: Case) -> None:
         """Look for a path whose attention gives its keys and values to no layer of the cache."""

@@ -27,7 +27,7 @@ def signature(findings: Sequence[Finding], architecture: Architecture) -> tuple[
         tokens"``, ``"between prompts"``, ``"in a saved prefix"``, ``"in generate() alone"``, ``"in … layers
         only"``.
     """
-    if findings and all(finding.check == "generate" for finding in findings):
+    if findings and all("generate" in (finding.check, finding.path.removesuffix("()")) for finding in findings):
         return ("in generate() alone",)
     words: list[str] = []
     if any(finding.check == "stale" for finding in findings):

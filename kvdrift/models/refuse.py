@@ -49,7 +49,8 @@ def refuse_module(module: nn.Module) -> None:
         return
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(encoder_decoder(type(inner).__name__))
-    if inner.get_output_embeddings() is None:
+    known = type(inner).__module__.startswith("transformers.")  # classes of the user's may call their head otherwise
+    if known and inner.get_output_embeddings() is None:
         raise ModelError(no_head(type(inner).__name__, config))
 
 

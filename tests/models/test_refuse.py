@@ -65,6 +65,14 @@ def test_compiled_ones():
     kd.load(forward, quiet=True)
 
 
+def test_a_head_of_another_name_is_one():
+    class Own(transformers.LlamaForCausalLM):
+        def get_output_embeddings(self):
+            return None
+
+    assert kd.load(Own(tiny("llama").config), quiet=True).architecture.n_layers == 4
+
+
 def test_what_holds_a_model():
     pipeline = type("Pipeline", (), {"model": tiny("llama")})()
     with pytest.raises(InputError, match=r"not Pipeline; give the LlamaForCausalLM in it \(its .model\)"):

@@ -438,19 +438,10 @@ def test_paths_that_differ_in_a_number_or_a_function_do_not_mix(one, other, word
         run(half, limit=1, store=tmp_path, **other)
 
 
-class Half:
-    """A path that lacks members."""
-
-    label, model, attn = "half", None, None
-
-    def start(self, model, ids, controls=None):
-        return kd.CacheOff().start(model, ids, controls)
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"b": Half()}, "b=Half is no whole path: it lacks controls"),
+        ({"b": Scaled}, "b=Scaled is no path; give an object"),
         ({"seeds": np.arange(2)}, "seeds=.*: give whole numbers"),
         ({"seeds": [[1]]}, "seeds=.*: give whole numbers"),
         ({"seeds": [True]}, "seeds=.*: give whole numbers"),

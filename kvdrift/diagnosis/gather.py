@@ -90,7 +90,7 @@ class Gathering:
         evidence, self.first = self.evidence, cases[0].name
         if self.model.hf.training:
             evidence.note("The model was in training mode; it was run in evaluation mode.")
-        if not self._guarded(self.model, cases[0], self._repeat):
+        if not self._guarded(self.model, cases[0], self._repeat) or not evidence.counts.get("repeats"):
             return evidence
         try:
             self.model = by_uncached_pass(self.model)
@@ -139,12 +139,6 @@ class Gathering:
             return True
         except InternalError:
             raise
-        except StaleCacheError as error:
-            if not first:
-                raise
-            where = Where(None, "the KV cache", "past k")
-            self.evidence.findings.append(Finding("stale", self.a.label, one_line(error), where=where))
-            return False
         except Exception as error:  # whatever a model, a cache or a path of somebody's own raises
             found = cause(model, case, self.b, error)
             if isinstance(found, str) and first:
@@ -161,9 +155,14 @@ class Gathering:
         return False
 
     def _repeat(self, _: Model, case: Case) -> None:
-        """Run each path twice."""
+        """Run each path twice; a cache that is not empty at the second time ends it."""
         for path in (self.a, self.b):
-            first, again = self._logits(path, case), self._logits(path, case)
+            try:
+                first, again = self._logits(path, case), self._logits(path, case)
+            except StaleCacheError as error:
+                where = Where(None, "the KV cache", "past k")
+                self.evidence.findings.append(Finding("stale", path.label, one_line(error), where=where))
+                return
             if not all(same_bits(x, y) for x, y in zip(first, again, strict=True)):
                 self.evidence.repeats.append(path.label)
         self.evidence.count("repeats")

@@ -158,6 +158,9 @@ def test_a_shared_cache_is_stale():
     assert verdict.kind == "bug"
     assert "between prompts" in verdict.signature
     assert verdict.suggestion == "Make a new cache for every prompt."
+    reference = DynamicCache()
+    verdict = diagnose(small(), b=kd.CacheOn(cache=lambda: reference, label="reference"))
+    assert (verdict.kind, verdict.wrong) == ("bug", "b")
 
 
 def test_a_failed_self_test_overrules_nothing_that_does_not_rest_on_it(monkeypatch):

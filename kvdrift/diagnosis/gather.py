@@ -21,7 +21,7 @@ from kvdrift.diagnosis.calls import CallChecks
 from kvdrift.diagnosis.cases import Case, default_cases, fits, left_out, too_costly
 from kvdrift.diagnosis.design import declared_loss, excuse
 from kvdrift.diagnosis.evidence import Evidence, Finding
-from kvdrift.diagnosis.lanes import apart, lane_cases, told
+from kvdrift.diagnosis.lanes import apart, lane_cases, not_run, told
 from kvdrift.diagnosis.locate import Where, cache_update, changed_past, first_difference, place
 from kvdrift.diagnosis.lockstep import Moment, lockstep
 from kvdrift.diagnosis.nonfinite import explain
@@ -229,7 +229,7 @@ class Gathering:
 
     def _placed(self, cases: Sequence[Case]) -> list[tuple[Model, Case]]:
         """Each case with the model that runs it: the model itself, or its tiny twin."""
-        self.evidence.not_examined |= left_out(self.model, self.a)
+        self.evidence.not_examined |= left_out(self.model, self.a) | not_run(self.a, self.b)
         for case in cases:
             if not fits(self.model, case):
                 self.evidence.not_examined[case.name] = "the model's context is too short"

@@ -76,6 +76,12 @@ def lane_cases(model: Model, a: Path, b: Path, seed: int = 0) -> list[Case]:
     return [*within, *(_between(a, *pair, prompt, feed[:1]) for pair in pairwise(lanes.items()))]
 
 
+def not_run(a: Path, b: Path) -> dict[str, str]:
+    """Why there are no lanes for these paths, where one of them cannot be called otherwise."""
+    own = [path.label for path in (a, b) if not isinstance(path, (CacheOn, CacheOff))]
+    return {"other manners of calling": f"{own[0]} takes no call="} if own else {}
+
+
 def manners(model: Model) -> dict[str, Manner]:
     """The manners of calling a model by name, those that are one for it once."""
     found: dict[Manner, str] = {}

@@ -96,3 +96,14 @@ def test_a_manner_that_is_under_test_itself_is_not_run_twice():
     names = [case.name for case in lane_cases(model, kd.CacheOn(call="default"), kd.CacheOff(call="default"))]
     assert "model(ids)" not in names
     assert "model(ids, position_ids=…, logits_to_keep=1)" in names
+
+
+def test_a_path_that_cannot_be_called_otherwise_is_told():
+    class Own:
+        label, model, attn, controls = "mine", None, None, ()
+
+        def start(self, model, ids, controls=None):
+            return kd.CacheOn().start(model, ids, controls)
+
+    verdict = diagnose(kd.models.tiny("llama", num_hidden_layers=1), a=Own())
+    assert "other manners of calling: mine takes no call=." in verdict.not_examined

@@ -46,7 +46,7 @@ def test_a_model_that_needs_its_positions_says_so():
         kwargs.get("position_ids") + 0
 
     model.register_forward_pre_hook(insist, with_kwargs=True)
-    assert "without them this model does not run (KeyError" in kd.load(model, quiet=True).default_positions
+    assert "without them this model does not run (TypeError" in kd.load(model, quiet=True).default_positions
 
 
 def test_noise_is_not_taken_for_positions():

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from kvdrift.patching.sweep import sweep
     from kvdrift.paths.cache_off import CacheOff
     from kvdrift.paths.cache_on import CacheOn
+    from kvdrift.paths.loss import Dropped, Rounded
     from kvdrift.paths.record import record
     from kvdrift.report.write import write_report
     from kvdrift.tracing.tap import tap
@@ -48,6 +49,7 @@ _HOMES = {
     "CacheOff": "paths.cache_off",
     "CacheOn": "paths.cache_on",
     "Drift": "drift.result",
+    "Dropped": "paths.loss",
     "Evaluation": "evaluation.result",
     "Factorial": "patching.factorial_result",
     "FixedShape": "controls.fixed_shape",
@@ -62,6 +64,7 @@ _HOMES = {
     "PatchResult": "patching.result",
     "Prefix": "paths.prefix",
     "ReRoll": "controls.reroll",
+    "Rounded": "paths.loss",
     "Schedule": "patching.schedule",
     "SdpaBackend": "controls.attention_backend",
     "Sweep": "patching.result",
@@ -100,6 +103,7 @@ __all__ = [
     "CacheOff",
     "CacheOn",
     "Drift",
+    "Dropped",
     "Evaluation",
     "Factorial",
     "FixedShape",
@@ -113,6 +117,7 @@ __all__ = [
     "PatchResult",
     "Prefix",
     "ReRoll",
+    "Rounded",
     "Schedule",
     "SdpaBackend",
     "Sweep",

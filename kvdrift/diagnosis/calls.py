@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from kvdrift.diagnosis import attention_witness, visibility
+from kvdrift.diagnosis.declared import breach, covers_eviction, evicted
+from kvdrift.diagnosis.design import declared_loss
 from kvdrift.diagnosis.evidence import Evidence, Excuse, Finding
-from kvdrift.diagnosis.locate import place
+from kvdrift.diagnosis.locate import cache_update, place
 from kvdrift.diagnosis.lockstep import Moment
 from kvdrift.diagnosis.observe import Call, Snapshot
+from kvdrift.paths.loss import Declared, said
 from kvdrift.paths.path import Path
 
 if TYPE_CHECKING:
@@ -35,7 +38,7 @@ class CallChecks:
         What the path under test declares to give up, or None: keys may then be missing.
     """
 
-    def __init__(self, model: Model, evidence: Evidence, lossy: str | None) -> None:
+    def __init__(self, model: Model, evidence: Evidence, lossy: Declared | None) -> None:
         self.model, self.evidence, self.lossy = model, evidence, lossy
         self._examined: set[tuple[Any, ...]] = set()
 
@@ -45,6 +48,7 @@ class CallChecks:
         digests: dict[int, str] = {}  # layers of a pass share their masks
         for call in snapshot.calls:
             info = model.architecture.layers[call.layer]
+            self._lost(model, moment, path, call)
             costly = call.call.query.shape[2] * call.call.key.shape[2] > COSTLY
             which = (type(call.call.module), info.attention, info.window) if costly else call.layer
             signature = (id(model), path.attn, which, *_signature(call, digests))
@@ -54,7 +58,7 @@ class CallChecks:
 
     def _examine(self, model: Model, moment: Moment, path: Path, made: Call) -> None:
         info, call = model.architecture.layers[made.layer], made.call
-        unreadable = visibility.readable(info, call)
+        unreadable = made.unplaced or visibility.readable(info, call)
         if unreadable is None:
             self.evidence.count("visibility")
             misread = visibility.misread(call, info, made.queries, made.keys)
@@ -76,6 +80,22 @@ class CallChecks:
         else:
             self._cannot_judge("The local witness", unreadable, made.layer)
 
+    def _lost(self, model: Model, moment: Moment, path: Path, made: Call) -> None:
+        """Hold what a call reads against what was written, under the path's declaration if it has one."""
+        info, where = model.architecture.layers[made.layer], cache_update(model, made.layer)
+        declared = declared_loss(path)
+        if made.written is None:
+            return
+        gone = evicted(made, info)
+        if gone is not None and not covers_eviction(declared):
+            self.evidence.findings.append(Finding("loss", path.label, gone, moment, where))
+        if declared is None:
+            return
+        found = breach(made, info, declared)
+        self.evidence.count("loss")
+        if found is not None:
+            self.evidence.findings.append(Finding("loss", path.label, found, moment, where))
+
     def _cannot_judge(self, check: str, why: str, layer: int) -> None:
         self.evidence.unread.setdefault(f"{check} cannot judge attention: {why}", set()).add(layer)
 
@@ -85,8 +105,8 @@ class CallChecks:
         if misread.extra and not misread.missing and visibility.blocks_ahead(made.call, made.queries, made.keys):
             self.evidence.looks_ahead = True
             return Excuse("by_design", "the model's mask lets tokens see later ones, in blocks that are read both ways")
-        if misread.missing and not misread.extra and self.lossy is not None:
-            return Excuse("lossy", self.lossy)
+        if misread.missing and not misread.extra and covers_eviction(self.lossy):
+            return Excuse("lossy", said(self.lossy or ""))
         return None
 
 

@@ -11,6 +11,7 @@ import torch
 from kvdrift.models.rope import changes_after, extends, rope_switch
 from kvdrift.paths.cache_off import CacheOff
 from kvdrift.paths.cache_on import CacheOn
+from kvdrift.paths.loss import Dropped, as_losses
 from kvdrift.paths.path import Path
 from kvdrift.paths.prefix import Prefix
 
@@ -67,6 +68,8 @@ class Case:
         The sequence length from which the model is known to compute another function, in a case that goes through it.
     b
         The reference in the manner of this case; None for the one that the diagnosis was given.
+    lossless
+        Whether path a runs without the loss that it declares, with the model's own cache in the place of its own.
     """
 
     name: str
@@ -78,6 +81,7 @@ class Case:
     manner: str | None = None
     switch: int | None = None
     b: Path | None = None
+    lossless: bool = False
 
     def reference(self, b: Path) -> Path:
         """The reference of this case: its own, or else ``b``."""
@@ -229,7 +233,10 @@ def _croppable(model: Model, a: CacheOn) -> bool:
     """Whether an empty cache of this path says that it can be cropped; one that says nothing can."""
     prefix = a.prefix.cache if isinstance(a.prefix, Prefix) else None
     cache = prefix if prefix is not None else a.cache() if a.cache is not None else model.backend.new_cache()
-    return bool(getattr(cache, "is_croppable", True))
+    losses = as_losses(a.lossy)
+    lost = () if losses is None or isinstance(losses, str) else losses
+    gone = any(isinstance(loss, Dropped) for loss in lost)  # entries that a crop would need again
+    return bool(getattr(cache, "is_croppable", True)) and not gone
 
 
 class _Maker:

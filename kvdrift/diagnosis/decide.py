@@ -23,7 +23,7 @@ LISTED = 6
 """At most so many steps of one sentence are named; the rest is counted."""
 
 
-FACTS = ("crash", "stale", "prefix", "unfilled", "visibility", "witness", "past")
+FACTS = ("crash", "stale", "prefix", "unfilled", "visibility", "loss", "witness", "past")
 """Checks that look at one path by itself, and so name the one that is wrong."""
 
 
@@ -84,7 +84,7 @@ def _signature(evidence: Evidence, told: Sequence[Finding], model: Model) -> tup
 def _kind(evidence: Evidence, faults: Sequence[Finding]) -> VerdictKind:
     if evidence.nonfinite is not None:
         return "nonfinite"
-    if any(finding.check in ("crash", "stale", "prefix", "unfilled", "visibility") for finding in faults):
+    if any(finding.check in ("crash", "stale", "prefix", "unfilled", "visibility", "loss") for finding in faults):
         return "bug"
     if evidence.repeats:
         return "nondeterministic"
@@ -108,8 +108,9 @@ def _where(findings: Sequence[Finding]) -> Where | None:
     """The place that the most precise check names: the arm's first difference, else the first conviction's."""
     placed = [finding for finding in findings if finding.where is not None]
     unfilled = [finding for finding in placed if finding.check == "unfilled"]
+    lost = [finding for finding in placed if finding.check == "loss"]
     arm = [finding for finding in placed if finding.check in ("arm", "past")]
-    return (unfilled or arm or placed)[0].where if placed else None
+    return (unfilled or lost or arm or placed)[0].where if placed else None
 
 
 def _wrong(findings: Sequence[Finding], evidence: Evidence, a: Path, b: Path) -> Literal["a", "b"] | None:

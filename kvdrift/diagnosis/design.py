@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from transformers import QuantizedCache
 
+from kvdrift.diagnosis.cases import Case
 from kvdrift.diagnosis.evidence import Excuse
 from kvdrift.diagnosis.lockstep import Moment
 from kvdrift.paths.cache_on import CacheOn
+from kvdrift.paths.loss import Declared, Dropped, Rounded, as_losses, said
 from kvdrift.paths.path import Path
 
 if TYPE_CHECKING:
     from kvdrift.models.model import Model
 
 
-def declared_loss(path: Path) -> str | None:
-    """What a path declares to give up: its ``lossy``, or a quantised cache.
+def declared_loss(path: Path) -> Declared | None:
+    """What a path declares to give up: its ``lossy``, or a quantised cache, which is taken for a sentence.
 
     Examples
     --------
@@ -25,17 +29,34 @@ def declared_loss(path: Path) -> str | None:
     ('keys in float16', None)
     """
     declared = getattr(path, "lossy", None)
-    if declared:
+    if isinstance(path, CacheOn) or isinstance(declared, (str, Dropped, Rounded)):
+        if declared:
+            return as_losses(declared)
+    elif declared:  # of a path of somebody's own
         return str(declared)
     if isinstance(path, CacheOn) and path.cache is not None and isinstance(path.cache(), QuantizedCache):
         return "the cache is quantised"
     return None
 
 
-def excuse(moment: Moment, lossy: str | None, bidirectional: bool) -> Excuse | None:
+def without_loss(cases: Sequence[Case], lossy: Declared | None) -> list[Case]:
+    """The cases of a lossy cache once more with the model's own, in which nothing that differs is excused by it."""
+    return [
+        replace(
+            case,
+            name=f"{case.name} with the model's own cache",
+            a=replace(case.a, cache=None, lossy=None),
+            lossless=True,
+        )
+        for case in cases
+        if lossy is not None and isinstance(case.a, CacheOn) and case.a.cache is not None and not case.a.begins_filled
+    ]
+
+
+def excuse(moment: Moment, lossy: Declared | None, bidirectional: bool) -> Excuse | None:
     """Why two paths may differ at a moment, or None."""
-    if lossy is not None:
-        return Excuse("lossy", lossy)
+    if lossy is not None and not moment.case.lossless:
+        return Excuse("lossy", said(lossy))
     if bidirectional:
         return Excuse("by_design", "the model declares, by its configuration or its mask, that tokens see later ones")
     switch = moment.case.switch

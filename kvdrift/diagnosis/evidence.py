@@ -11,7 +11,18 @@ from kvdrift.diagnosis.locate import Where
 from kvdrift.diagnosis.lockstep import Moment
 
 Check = Literal[
-    "crash", "stale", "prefix", "unfilled", "visibility", "past", "arm", "witness", "operator", "manner", "generate"
+    "crash",
+    "stale",
+    "prefix",
+    "unfilled",
+    "visibility",
+    "loss",
+    "past",
+    "arm",
+    "witness",
+    "operator",
+    "manner",
+    "generate",
 ]
 
 

@@ -19,7 +19,8 @@ from kvdrift.controls.self_test import N_TOKENS, Failure, self_test
 from kvdrift.diagnosis import generated
 from kvdrift.diagnosis.calls import CallChecks
 from kvdrift.diagnosis.cases import Case, default_cases, fits, left_out, too_costly
-from kvdrift.diagnosis.design import declared_loss, excuse
+from kvdrift.diagnosis.declared import judged
+from kvdrift.diagnosis.design import declared_loss, excuse, without_loss
 from kvdrift.diagnosis.evidence import Evidence, Finding
 from kvdrift.diagnosis.lanes import apart, lane_cases, not_run, told
 from kvdrift.diagnosis.locate import Where, cache_update, changed_past, first_difference, place
@@ -106,6 +107,8 @@ class Gathering:
         evidence.unlike = ours.hf is not reference.hf or self.a.controls != self.b.controls
         evidence.self_test = self._self_test()
         placed = self._placed(cases)
+        if declared_loss(self.b) is None:
+            placed += [(model, again) for model, case in placed for again in without_loss([case], self.lossy)]
         ran: list[tuple[Model, Case]] = []
         for model, case in placed:
             if self._guarded(model, case, self._run):
@@ -119,7 +122,9 @@ class Gathering:
         if generate is not None:
             generated.examine(evidence, self.model, self.a, cases[0], generate, self.lossy)
         settle(evidence, self.disagreements, ran, self.b, self.lossy)
-        for sentence in (*apart(evidence.findings), *told([case for _, case in ran])):
+        if self.lossy is not None:
+            evidence.note(judged(self.lossy, evidence.counts.get("loss", 0)))
+        for sentence in (*apart(evidence.findings), *told([case for _, case in ran if not case.lossless])):
             evidence.note(sentence)
         return evidence
 

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvdrift.controls.fixed_attention import attention_parts
+from kvdrift.paths.cache_on import CacheOnRun
 from kvdrift.paths.path import Run, Step
+from kvdrift.paths.written import Written
 from kvdrift.tracing.seam import AttentionCall, Order, Output, seam
 from kvdrift.tracing.sites import HEAD_SITES, LOGITS, PATTERN
 from kvdrift.tracing.tap import Tap, Values, n_tokens
@@ -38,12 +40,18 @@ class Call:
         The call as the model made it.
     queries, keys
         Absolute positions of its queries and of its keys; left padding has negative ones.
+    written
+        What the run handed to its cache so far, where the cache may lose some.
+    unplaced
+        Why the positions of the keys cannot be told; None if they can.
     """
 
     layer: int
     call: AttentionCall
     queries: Sequence[int]
     keys: Sequence[int]
+    written: Written | None = None
+    unplaced: str | None = None
 
 
 @dataclass
@@ -158,12 +166,27 @@ class Observer:
                 keys = self.run.key_positions(layer, n_keys)
             else:  # an earlier chunk of the prompt
                 keys = range(end - n_keys, end) if n_keys <= end + self._padding else range(n_keys)
-            found.append(Call(layer, call, range(end - call.query.shape[2], end), keys))
+            queries = range(end - call.query.shape[2], end)
+            written: Written | None = getattr(self.run, "written", None)
+            placed = None if written is None or number == len(tokens) - 1 else _evicted(written, layer, end, call)
+            if placed is None and isinstance(self.run, CacheOnRun) and number == len(tokens) - 1:
+                placed = self.run.evicted(layer, n_keys)
+            unplaced = placed if isinstance(placed, str) else None
+            keys = keys if placed is None or isinstance(placed, str) else placed
+            found.append(Call(layer, call, queries, keys, written, unplaced))
         return found
 
     @property
     def _padding(self) -> int:
         return int(getattr(getattr(self.run, "path", None), "left_padding", 0))
+
+
+def _evicted(written: Written, layer: int, end: int, call: AttentionCall) -> Sequence[int] | str | None:
+    """Where the keys of an earlier pass sit, if there are fewer than were written; a sentence if it cannot be told."""
+    entries = written.entries(layer, end)
+    if entries is None or call.key.shape[2] >= entries[0].shape[2]:
+        return None
+    return written.place(entries, (call.key, call.value))
 
 
 def _rows(passes: list[Values], tokens: list[int]) -> dict[Key, Tensor]:

@@ -16,6 +16,7 @@ from kvdrift.diagnosis.locate import Where, place
 from kvdrift.diagnosis.lockstep import Moment
 from kvdrift.diagnosis.raised import cause
 from kvdrift.errors import InternalError, KvdriftError, one_line
+from kvdrift.paths.loss import Declared
 from kvdrift.paths.path import Path
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def settle(
     disagreements: Sequence[Disagreement],
     placed: Sequence[tuple[Model, Case]],
     b: Path,
-    lossy: str | None,
+    lossy: Declared | None,
 ) -> None:
     """Turn disagreements into findings, or into sentences on what stays open.
 
@@ -112,7 +113,7 @@ def settle(
 class _Judge:
     evidence: Evidence
     b: Path
-    lossy: str | None
+    lossy: Declared | None
     bidirectional: bool
 
     def __call__(self, one: Disagreement, witness: Float64 | None, promised: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,8 +21,10 @@ from kvdrift.fingerprint import first_in_job
 from kvdrift.models.load import load
 from kvdrift.paths.execution import Execution
 from kvdrift.paths.forking import forked
+from kvdrift.paths.loss import Declared, as_losses
 from kvdrift.paths.path import Path, Step
 from kvdrift.paths.prefix import Prefix, check_fits, holds_state
+from kvdrift.paths.written import Written, keeps_all
 from kvdrift.tracing.writer import Index, as_index, shifted, write_at
 
 if TYPE_CHECKING:
@@ -49,8 +51,9 @@ class CacheOn:
         Tokens of padding before the prompt, hidden by an attention mask, as in a batch with a longer prompt.
         Positions count from the first real token.
     lossy
-        What the cache gives up by design (``"keys in 8 bits"``, ``"drops all but 64 keys"``), so that
-        `kvdrift.diagnose` does not take it for a fault; None if nothing.
+        What the cache gives up by design, so that `kvdrift.diagnose` does not take it for a fault: ``kd.Dropped(…)``,
+        ``kd.Rounded(…)`` or both in a tuple, to which it is held; or a plain sentence (``"keys in 8 bits"``), which is
+        taken on trust as far as a sentence can cover it. None if nothing.
     controls
         Changes of arithmetic, for example ``ReRoll(0)``.
     prefix
@@ -76,7 +79,7 @@ class CacheOn:
     prefill_chunk: int | Sequence[int] | None = None
     cache: Callable[[], Cache] | None = None
     left_padding: int = 0
-    lossy: str | None = None
+    lossy: Declared | None = None
     controls: tuple[Control, ...] = ()
     prefix: Prefix | Cache | tuple[Sequence[int], Cache] | None = field(default=None, kw_only=True)
     call: str = field(default="explicit", kw_only=True)
@@ -85,6 +88,7 @@ class CacheOn:
     def __post_init__(self) -> None:
         check_manner(self.call)
         object.__setattr__(self, "prefill_chunk", _chunk_lengths(self.prefill_chunk))
+        object.__setattr__(self, "lossy", as_losses(self.lossy))
         if self.left_padding < 0:
             raise InputError(f"left_padding={self.left_padding}: give a number of tokens, 0 for none.")
         if self.prefix is not None:
@@ -194,6 +198,9 @@ class CacheOnRun:
         Its cache.
     overwritten
         Whether values were written into it.
+    written
+        The entries handed to it, where it may lose some: it is not transformers' own, or declares a loss. None
+        elsewhere, and where it began with tokens.
     """
 
     def __init__(
@@ -218,6 +225,8 @@ class CacheOnRun:
         self._keeps_past = False
         self.overwritten = False
         self._since: list[_Event] = []  # what followed the prompt
+        loses = path.lossy is not None or not keeps_all(cache)
+        self.written = Written(-path.left_padding) if loses and not held and hasattr(cache, "update") else None
         self._execution = Execution(model, path.attn, controls, path.call)
 
     @property
@@ -256,7 +265,9 @@ class CacheOnRun:
             self._end = self._consumed + self.path.left_padding + len(chunk)
             refuse_full(self.cache, self._end)
             self._key_offsets = first_positions(self.cache, self.model.architecture.n_layers, len(chunk))
-            logits = self._execution.forward(chunk, self._consumed, self.cache, self.path.left_padding)
+            watched = nullcontext() if self.written is None else self.written.watching(self.cache, self._consumed)
+            with watched:
+                logits = self._execution.forward(chunk, self._consumed, self.cache, self.path.left_padding)
             self._consumed += len(chunk)
             if not self._begun:
                 mark_used(self.cache)
@@ -316,6 +327,7 @@ class CacheOnRun:
         other._since, other.overwritten = list(self._since), self.overwritten
         other._consumed, other._keeps_past, other._begun = self._consumed, self._keeps_past, self._begun
         other._first_pass, other._begun_under = self._first_pass, self._begun_under
+        other.written = None if self.written is None else self.written.copy()
         return other
 
     def close(self) -> None:
@@ -416,10 +428,38 @@ class CacheOnRun:
 
         Padding sits at negative ones. A layer that reads another layer's entries has no offset of its own: its keys
         end with the pass, or fill all slots of a static cache.
+
+        A cache that evicts is asked, if it has a method ``positions(layer)`` (those of the keys that the latest pass
+        reads, as a list); otherwise they are found among the entries that it was given. Where they cannot be told,
+        all are negative, and `evicted` says why.
         """
+        found = self._told_or_found(layer, n_keys)
+        if found is not None:
+            return range(-n_keys, 0) if isinstance(found, str) else found
         offset = self._key_offsets.get(layer, max(self._end - n_keys, 0))
         start = offset - self.path.left_padding
         return range(start, start + n_keys)
+
+    def evicted(self, layer: int, n_keys: int) -> str | None:
+        """Why the positions of the keys that ``layer`` reads in the latest pass cannot be told; None if they can."""
+        found = self._told_or_found(layer, n_keys)
+        return found if isinstance(found, str) else None
+
+    def _told_or_found(self, layer: int, n_keys: int) -> Sequence[int] | str | None:
+        """Positions as the cache tells them, or as they were found; a sentence if neither; None if none are missing."""
+        tells = getattr(self.cache, "positions", None)
+        if callable(tells) and not keeps_all(self.cache):
+            told = list(tells(layer))
+            if told and not isinstance(told[0], int):
+                if any(list(head) != list(told[0]) for head in told):
+                    return "the cache has evicted entries, other ones in each head"
+                told = list(told[0])
+            if len(told) != n_keys:
+                return f"the cache tells {len(told)} positions where {n_keys} keys are read"
+            return told
+        if self.written is None or self.path.cache is None:
+            return None
+        return self.written.positions(layer, n_keys)
 
 
 def for_copy(path: Path, model: Model | None, ids: Sequence[int] = ()) -> Path:

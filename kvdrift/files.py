@@ -38,9 +38,11 @@ def write_atomically(path: str | Path, write: Callable[[Path], object]) -> Path:
     Raises
     ------
     FileError
-        If the folder or the file cannot be written.
+        If the folder or the file cannot be written, or ``path`` is a device or pipe, which a file would replace.
     """
     path = Path(path)
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise FileError(f"{path} is no ordinary file, and writing would put one in its place; choose another name.")
     temporary: Path | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

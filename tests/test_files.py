@@ -201,3 +201,11 @@ def test_no_room_left_is_one_sentence(tmp_path):
     with pytest.raises(FileError, match="No space left"):
         write_atomically(tmp_path / "file", full)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_device_is_not_replaced_by_a_file(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(FileError, match="no ordinary file"):
+        write_atomically(pipe, lambda path: path.write_text("x"))
+    assert pipe.is_fifo()

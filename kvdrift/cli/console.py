@@ -109,7 +109,7 @@ def check_target(path: Path | None) -> None:
     Raises
     ------
     InputError
-        If the path is a folder.
+        If the path is a folder, or a device or pipe.
     FileError
         If its folder cannot be made or written.
     """
@@ -117,6 +117,8 @@ def check_target(path: Path | None) -> None:
         return
     if path.is_dir():
         raise InputError(f"{path} is a folder; give the name of a file to write.")
+    if path.exists() and not path.is_file():
+        raise InputError(f"{path} is no ordinary file; give the name of a file to write.")
     folder = path.absolute().parent
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ Dtype = Annotated[str, typer.Option(help="auto, bfloat16, float16, float32 or fl
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 Attention = Annotated[str, typer.Option(help="auto, sdpa, eager or another implementation.")]
 PrefillChunk = Annotated[int | None, typer.Option(min=1, help="Feed the prompt to cache-ON in chunks of N.")]
-Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; they change the bits.")]
+Threads = Annotated[int | None, typer.Option(min=1, max=1024, help="CPU threads; they change the bits.")]
 
 # --- prompts
 Prompt = Annotated[list[str] | None, typer.Option(help="A prompt; repeat for several.")]

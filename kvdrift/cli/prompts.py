@@ -63,8 +63,9 @@ def read_jsonl(file: Path) -> list[str | list[int]]:
 def _prompt(line: str, file: Path, number: int) -> str | list[int]:
     try:
         value: Any = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise InputError(f"{file}, line {number} is not JSON ({error.msg}).") from error
+    except (ValueError, RecursionError) as error:  # also a number of too many digits, or brackets in brackets
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error).rstrip(".")
+        raise InputError(f"{file}, line {number} is not JSON ({reason}).") from error
     if isinstance(value, dict):
         value = next((value[key] for key in KEYS if key in value), None)
     if isinstance(value, str):

@@ -234,6 +234,8 @@ def _object(line: str, where: str) -> dict[str, Any]:
         values = json.loads(line)
     except json.JSONDecodeError as error:
         raise FileError(f"{where}: not JSON ({error.msg}, column {error.colno}); give one object a line.") from error
+    except (ValueError, RecursionError) as error:  # a number of too many digits, or brackets in brackets
+        raise FileError(f"{where}: cannot be read ({error}); give one object a line.") from error
     if not isinstance(values, dict):
         raise FileError(f"{where}: {_short(values)} is not an object; one a line is needed.")
     return values

@@ -11,7 +11,12 @@ def test_texts_come_before_the_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "line", ["nonsense", "3", "null", '{"other": "x"}', '{"ids": []}', '{"ids": [1.5]}', '{"ids": [true]}', "[]"]
+    "line",
+    [
+        *["nonsense", "3", "null", '{"other": "x"}', '{"ids": []}', '{"ids": [1.5]}', '{"ids": [true]}', "[]"],
+        pytest.param("1" * 5000, id="a number of 5000 digits"),
+        pytest.param("[" * 100_000, id="brackets in brackets"),
+    ],
 )
 def test_a_bad_line_is_named(tmp_path, line):
     file = tmp_path / "p.jsonl"

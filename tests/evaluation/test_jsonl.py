@@ -124,6 +124,7 @@ GOOD = {"prompt": "A", "answer": "B"}
     ("lines", "sentence"),
     [
         ([GOOD, '{"prompt": "A"\n'], r"line 2: not JSON \(.*column"),
+        ([GOOD, "1" * 5000 + "\n"], "line 2: cannot be read"),
         ([GOOD, "\n", "[1, 2]\n"], r"line 3: \[1, 2\] is not an object"),
         ([GOOD, {"promt": "A", "answer": "B"}], "line 2: there is no 'prompt'; the keys are 'promt', 'answer'"),
         ([{}], "line 1: there is no 'prompt'; the keys are none"),

@@ -110,6 +110,11 @@ def load(
         inner = getattr(x, "model", None)  # of a pipeline, say
         hint = f"; give the {type(inner).__name__} in it (its .model)" if isinstance(inner, nn.Module) else ""
         raise InputError(f"kd.load takes a name, a folder or a loaded model, not {type(x).__name__}{hint}.")
+    if model.attn == "flex_attention":
+        raise ModelError(
+            "flex_attention compiles its kernel, so that nothing inside can be seen or re-ordered; use attn='sdpa' or "
+            "'eager'."
+        )
     if not quiet:
         print(f"kvdrift: {model!r}", file=sys.stderr)
     return model

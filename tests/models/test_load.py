@@ -217,3 +217,10 @@ def test_a_loaded_model_takes_another_tokenizer_and_no_device_map(tiny_model):
     for loaded in (model, model.hf):
         with pytest.raises(InputError, match="device_map='auto' is for a model that is loaded here"):
             load(loaded, device_map="auto", quiet=True)
+
+
+def test_a_compiled_attention_kernel_is_refused_in_a_sentence():
+    hf = tiny("llama")
+    hf.set_attn_implementation("flex_attention")
+    with pytest.raises(ModelError, match=r"flex_attention compiles its kernel, .* use attn='sdpa' or 'eager'"):
+        load(hf, quiet=True)

@@ -175,7 +175,7 @@ class Job:
             control=control,
             provenance=provenance.collect(one, two)
             | {"dtypes": self.lockstep.dtypes, "settings": self.settings, "ends": sorted(self.ends)},
-            notes=self.notes,
+            notes=(*self.notes, *_left_out(self.lockstep)),
         )
 
     @property
@@ -207,3 +207,12 @@ def _same_heads(one: Model, two: Model) -> bool:
 
 def _numbers(one: Model, two: Model, site: str) -> np.ndarray:
     return np.array([x for x in one.coverage.layers(site) if x in two.coverage.layers(site)], dtype=np.int64)
+
+
+def _left_out(lockstep: Lockstep) -> list[str]:
+    """Sentences on keys and values whose positions cannot be told."""
+    return [
+        f"{label}: K/V by position are left out in layers {', '.join(map(str, sorted(layers)))}: {why}"
+        for label, reasons in lockstep.left_out.items()
+        for why, layers in reasons.items()
+    ]

@@ -86,6 +86,7 @@ class _Live:
     step: Step | None = None
     values: Values = field(default_factory=dict)
     key_positions: dict[int, Sequence[int]] = field(default_factory=dict)
+    left_out: dict[str, set[int]] = field(default_factory=dict)
 
     def advance(self, token: int | None) -> None:
         self.values = {}
@@ -94,6 +95,11 @@ class _Live:
         self.values = self.tap.take()
         lengths = {layer: key.shape[2] for layer, key in self.values.get("k", {}).items()}
         self.key_positions = {layer: self.run.key_positions(layer, n) for layer, n in lengths.items()}
+        why = getattr(self.run, "evicted", None)
+        found = {layer: why(layer, n) for layer, n in lengths.items()} if callable(why) else {}
+        for layer, reason in found.items():
+            if isinstance(reason, str):
+                self.left_out.setdefault(reason, set()).add(layer)
 
     def skip(self, token: int) -> None:
         self.tap.enabled = False
@@ -159,12 +165,15 @@ class Lockstep:
     dtypes
         What was seen on each path (``a``, ``b``) at its latest measured step: the dtypes of ``activations`` and,
         where K/V were read, of the ``cache``.
+    left_out
+        Label of a path → why the positions of its keys cannot be told → in which layers, over the latest prompt.
     """
 
     def __init__(self, a: Path, b: Path, model: Model, plan: Plan) -> None:
         self.a, self.b, self.plan = a, b, plan
         self.model_a, self.model_b = a.model or model, b.model or model
         self.dtypes: dict[str, dict[str, str]] = {}
+        self.left_out: dict[str, dict[str, set[int]]] = {}
         self._heads: dict[int, Float32Head | None] = {}
         self._rerolls = [ReRoll(seed).bind(self.model_a.hf) for seed in plan.seeds]
 
@@ -222,6 +231,7 @@ class Lockstep:
             tap_b = tap_a if self.model_b is self.model_a else stack.enter_context(self._tap(self.model_b))
             a = self._live(stack, self.a.start(self.model_a, ids), tap_a)
             b = self._live(stack, self.b.start(self.model_b, ids), tap_b)
+            self.left_out = {self.a.label: a.left_out, self.b.label: b.left_out}
             floors = [
                 self._live(stack, self.a.start(self.model_a, ids, (*self.a.controls, ReRoll(seed))), tap_a)
                 for seed in self.plan.seeds

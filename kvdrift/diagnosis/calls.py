@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from kvdrift.diagnosis import attention_witness, visibility
-from kvdrift.diagnosis.declared import breach, covers_eviction, evicted
+from kvdrift.diagnosis.declared import breach, covers_eviction, evicted, loses
 from kvdrift.diagnosis.design import declared_loss
 from kvdrift.diagnosis.evidence import Evidence, Excuse, Finding
 from kvdrift.diagnosis.locate import cache_update, place
@@ -91,6 +91,7 @@ class CallChecks:
             self.evidence.findings.append(Finding("loss", path.label, gone, moment, where))
         if declared is None:
             return
+        self.evidence.lost |= loses(made, info)
         found = breach(made, info, declared)
         self.evidence.count("loss")
         if found is not None:

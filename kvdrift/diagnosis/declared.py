@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvdrift.bits import same_bits
 from kvdrift.diagnosis.observe import Call
 from kvdrift.models.architecture import LayerInfo
 from kvdrift.paths.loss import Declared, Dropped, Rounded, as_losses, said
@@ -24,9 +25,11 @@ def covers_eviction(declared: Declared | None) -> bool:
     return isinstance(losses, str) or any(isinstance(loss, Dropped) for loss in losses or ())
 
 
-def judged(declared: Declared, n_calls: int) -> str:
-    """How a declaration was held against what was read, in a sentence."""
+def judged(declared: Declared, n_calls: int, lost: bool) -> str:
+    """How a declaration was held against what so many calls read, in a sentence."""
     losses = as_losses(declared)
+    if n_calls and not lost:
+        return f"A loss is declared ({said(declared)}), and none was seen: all that was read is what was written."
     if isinstance(losses, str):
         return (
             f"The loss ({losses}) was taken on trust: of a sentence only this was checked, that what is read is the "
@@ -42,6 +45,20 @@ def evicted(made: Call, info: LayerInfo) -> str | None:
     first = max(info.first_seen(max(int(made.queries[0]), 0)), 0)
     gone = sorted(set(range(first, made.queries[-1] + 1)) - set(made.keys))
     return f"the cache has evicted {_list(gone)}, which the layer should read" if gone else None
+
+
+def loses(made: Call, info: LayerInfo) -> bool:
+    """Whether a call reads anything else than what was written, bit for bit; True where that cannot be told."""
+    written = None if made.written is None else made.written.entries(made.layer, made.queries[-1] + 1)
+    read = (made.call.key, made.call.value)
+    if made.written is None or written is None or any(_alike(x, y) for x, y in zip(written, read, strict=True)):
+        return True
+    if evicted(made, info) is not None:
+        return True
+    places = [int(at) - made.written.start for at in made.keys]
+    slots = [slot for slot, place in enumerate(places) if 0 <= place < written[0].shape[2]]
+    at = [places[slot] for slot in slots]
+    return not all(same_bits(x[:, :, at], y[:, :, slots]) for x, y in zip(written, read, strict=True))
 
 
 def breach(made: Call, info: LayerInfo, declared: Declared) -> str | None:

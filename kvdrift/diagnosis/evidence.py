@@ -128,6 +128,8 @@ class Evidence:
         Cases run on a tiny twin, and what else is to be said.
     not_examined
         Cases that were left out → why.
+    lost
+        Whether anything read by a path that declares a loss was not what it had written, or may not have been.
     unread
         What a check cannot judge, and why → in which layers.
     counts
@@ -148,6 +150,7 @@ class Evidence:
     native_drift: float = 0.0
     notes: list[str] = field(default_factory=list)
     not_examined: dict[str, str] = field(default_factory=dict)
+    lost: bool = False
     unread: dict[str, set[int]] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
 

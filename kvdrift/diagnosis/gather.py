@@ -122,8 +122,9 @@ class Gathering:
         if generate is not None:
             generated.examine(evidence, self.model, self.a, cases[0], generate, self.lossy)
         settle(evidence, self.disagreements, ran, self.b, self.lossy)
+        self._no_cause()
         if self.lossy is not None:
-            evidence.note(judged(self.lossy, evidence.counts.get("loss", 0)))
+            evidence.note(judged(self.lossy, evidence.counts.get("loss", 0), evidence.lost))
         for sentence in (*apart(evidence.findings), *told([case for _, case in ran if not case.lossless])):
             evidence.note(sentence)
         return evidence
@@ -271,11 +272,21 @@ class Gathering:
         if evidence.unlike or evidence.not_covered or evidence.repeats:
             return False
         settle(evidence, self.disagreements, [(model, case)], self.b, self.lossy)
+        self._no_cause()
         if any(finding.excuse is None for finding in evidence.findings):
             return True
         evidence.unsettled.clear()  # to be judged again with what the other cases show
         evidence.findings = [finding for finding in evidence.findings if finding.check != "arm"]
         return False
+
+    def _no_cause(self) -> None:
+        """Where every attention layer read what it had written, bit for bit, no declared loss excuses anything."""
+        evidence = self.evidence
+        if evidence.counts.get("loss") and not evidence.lost and not evidence.not_covered:
+            evidence.findings = [
+                replace(finding, excuse=None) if finding.excuse and finding.excuse.kind == "lossy" else finding
+                for finding in evidence.findings
+            ]
 
     def _inspect(self, model: Model) -> CallChecks:
         return self.checks.setdefault(id(model), CallChecks(model, self.evidence, self.lossy))

@@ -347,7 +347,8 @@ class CacheOnRun:
             kind = type(kinds[layer]).__name__ if layer < len(kinds) else "no cache of its own"
             raise SiteError(f"The entries of layer {layer} ({kind}) cannot be overwritten; use write='read'.")
         start = int(self.cache.get_mask_sizes(1, layer)[1]) - self.path.left_padding
-        n_stored = 0 if kinds[layer].keys is None else kinds[layer].keys.shape[2]
+        stored: Tensor | None = getattr(kinds[layer], "keys", None)
+        n_stored = 0 if stored is None else stored.shape[2]
         if self._begun and n_stored < self._consumed - start:
             raise SiteError(
                 f"The cache of layer {layer} has evicted entries ({n_stored} of {self._consumed - start} are left), so "

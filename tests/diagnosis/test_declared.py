@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from faults.registry import FAULTS
 from transformers import DynamicCache
 
 import kvdrift as kd
@@ -127,7 +128,6 @@ def test_what_is_lost_as_declared_is_lossy(cache, lossy):
     assert any("on trust" in reason for reason in verdict.reasons) is isinstance(lossy, str)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize(
     ("cache", "lossy", "said"),
     [
@@ -146,9 +146,24 @@ def test_what_is_lost_as_declared_is_lossy(cache, lossy):
         (Sinks, None, "has evicted"),
     ],
 )
-def test_what_no_declaration_covers_is_a_bug(family, cache, lossy, said):
-    if family == "gpt2" and cache not in (Swapped, OneTooFew):
-        pytest.skip("one family shows it")
-    verdict = diagnose(cache, lossy, family)
+def test_what_no_declaration_covers_is_a_bug(cache, lossy, said):
+    verdict = diagnose(cache, lossy, "gpt2" if cache in (OneTooFew, OwnLost) else "llama")
     assert verdict.kind == "bug", str(verdict)
     assert any(said in reason for reason in verdict.reasons), str(verdict)
+
+
+@pytest.mark.parametrize(
+    ("cache", "lossy"),
+    [
+        (None, "keys in 8 bits"),
+        (DynamicCache, kd.Dropped()),
+        (rounding(8), EIGHT_BITS),
+        (Half, "keys in float16"),
+        (Sinks, SIX),
+    ],
+)
+def test_shifted_positions_are_a_bug_under_any_declaration(cache, lossy):
+    model = kd.models.tiny("llama", num_hidden_layers=2)
+    with FAULTS["positions-one-too-high-at-decode"].apply(model):
+        verdict = kd.diagnose(model, PROMPT, a=kd.CacheOn(cache=cache, lossy=lossy), max_new_tokens=4, progress=False)
+    assert verdict.kind == "bug", str(verdict)

@@ -162,14 +162,17 @@ class Observer:
             layer = self.run.model.layer_of[id(call.module)]
             end = position + 1 - sum(tokens[number + 1 :])
             n_keys = call.key.shape[2]
-            if number == len(tokens) - 1:
+            last = number == len(tokens) - 1
+            if last:
                 keys = self.run.key_positions(layer, n_keys)
             else:  # an earlier chunk of the prompt
                 keys = range(end - n_keys, end) if n_keys <= end + self._padding else range(n_keys)
             queries = range(end - call.query.shape[2], end)
             written: Written | None = getattr(self.run, "written", None)
-            placed = None if written is None or number == len(tokens) - 1 else _evicted(written, layer, end, call)
-            if placed is None and isinstance(self.run, CacheOnRun) and number == len(tokens) - 1:
+            info = self.run.model.architecture.layers[layer]
+            slides = info.first_seen(max(queries[0], 0)) >= keys[0]
+            placed = None if written is None or slides or last else _evicted(written, layer, end, call)
+            if placed is None and isinstance(self.run, CacheOnRun) and last:
                 placed = self.run.evicted(layer, n_keys)
             unplaced = placed if isinstance(placed, str) else None
             keys = keys if placed is None or isinstance(placed, str) else placed

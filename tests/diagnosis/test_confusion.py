@@ -27,6 +27,11 @@ FAULTY = [
     ("native-wrong-at-multiples-of-16", "qwen3", "float32"),
     ("sinks-missing-at-decode", "gpt-oss", "float32"),
     ("heads-swapped", "bloom", "float32"),
+    ("four-bits-where-eight-are-declared", "mistral", "float32"),
+    ("one-kept-fewer-than-declared", "gpt2", "bfloat16"),
+    ("heads-swapped-under-a-declaration", "llama", "float32"),
+    ("stale-key-under-a-declaration", "gemma2", "float32"),
+    ("positions-too-high-under-a-declaration", "llama", "bfloat16"),
     ("recurrent-state-lost-at-decode", "mamba", "float32"),
 ]
 RIGHT = [("llama", "bfloat16"), ("mistral", "float32"), ("bloom", "bfloat16"), ("mamba", "float32")]

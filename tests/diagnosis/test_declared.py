@@ -167,3 +167,11 @@ def test_shifted_positions_are_a_bug_under_any_declaration(cache, lossy):
     with FAULTS["positions-one-too-high-at-decode"].apply(model):
         verdict = kd.diagnose(model, PROMPT, a=kd.CacheOn(cache=cache, lossy=lossy), max_new_tokens=4, progress=False)
     assert verdict.kind == "bug", str(verdict)
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma2"])
+def test_a_declared_loss_within_sliding_windows_is_lossy(family):
+    model = kd.models.tiny(family, num_hidden_layers=2)
+    path = kd.CacheOn(cache=lambda: rounding(8)(config=model.config), lossy=EIGHT_BITS)
+    verdict = kd.diagnose(model, a=path, progress=False)
+    assert verdict.kind == "lossy", str(verdict)

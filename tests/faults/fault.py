@@ -10,6 +10,7 @@ from typing import Any
 from transformers import Cache, DynamicCache
 
 from kvdrift.models.architecture import describe
+from kvdrift.paths.loss import Declared
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class Fault:
         Under which circumstance it shows, as a verdict words it, or None where that depends on the model.
     prefix
         Makes the saved prefix in which the fault sits, from which path a starts; None where it sits in the model.
+    lossy
+        The loss that path a declares; None for none.
     """
 
     name: str
@@ -42,6 +45,7 @@ class Fault:
     layer: Callable[[Any], int | None]
     signature: str | None = None
     prefix: Callable[[Any], Cache] | None = None
+    lossy: Declared | None = None
 
     def apply(self, hf: Any) -> AbstractContextManager[None]:
         """Make the mistake while the returned context is open."""

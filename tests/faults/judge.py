@@ -119,6 +119,7 @@ def judge(fault: str, family: str, dtype: str) -> Case:
             return Case(fault, family, dtype, change)
         context = chosen.apply(hf)
         path = None if chosen.prefix is None else kd.CacheOn(prefix=(TOKENS, chosen.prefix(hf)))
+        path = path if chosen.lossy is None else kd.CacheOn(lossy=chosen.lossy)
     start = time.perf_counter()
     with context:
         try:

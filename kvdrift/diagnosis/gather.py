@@ -220,6 +220,12 @@ class Gathering:
         elif found.moment is not None:
             why = excuse(found.moment, self.lossy, bidirectional=False)
             self.evidence.findings.append(replace(found, excuse=why))
+            if why is not None and why.kind == "lossy":
+                self.evidence.lost = True
+                self.evidence.note(
+                    "What the saved prefix lost was lost before, so it was not held to what is declared: it was taken "
+                    "on trust."
+                )
 
     def _logits(self, path: Path, case: Case) -> list[Tensor]:
         """Logits of the first steps, natively and with nothing watching."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +28,8 @@ class Absent:
     step
         When.
     reason
-        ``"outside the window"``, ``"not computed by the recipient"`` or ``"not computed by the donor"``.
+        ``"outside the window"``, or, with the recipient or the donor named, ``"not computed by …"`` and ``"evicted by
+        …'s cache"``.
     """
 
     site: str
@@ -124,7 +125,7 @@ def gather(
     InputError
         If a cache shall be overwritten and there is none.
     SiteError
-        If donor and recipient differ in shape.
+        If donor and recipient differ in shape, or positions in a cache that evicts cannot be told.
     """
     if patch.write == "cache" and held is None:
         raise InputError("write='cache' needs a recipient with a cache, such as kd.CacheOn(); use write='read'.")
@@ -135,6 +136,7 @@ def gather(
         for layer in layers_of(model, patch, site):
             donor_rows, own_rows = donor.rows(site, layer), own.rows(site, layer)
             if patch.is_kv:
+                _refuse_untold(site, layer, {"recipient": own_rows, "donor": donor_rows})
                 first = model.architecture.layers[layer].first_seen(own.position)
                 stored = held(layer) if into_cache and held is not None else None
                 wanted, outside = _kv_positions(patch, own.position, first, stored)
@@ -147,7 +149,8 @@ def gather(
             for wider, narrower, who in ((wanted, have, "recipient"), (have, both, "donor")):
                 if isinstance(patch.positions, tuple) and len(narrower) < len(wider):
                     lost = tuple(p for p in wider if p not in narrower)
-                    absent.append(Absent(site, layer, lost, step, f"not computed by the {who}"))
+                    why = f"evicted by the {who}'s cache" if patch.is_kv else f"not computed by the {who}"
+                    absent.append(Absent(site, layer, lost, step, why))
             if not both:
                 continue
             mine, theirs = own.values[site][layer], donor.values[site][layer]
@@ -161,6 +164,23 @@ def gather(
             block = Block(site, layer, heads, both, theirs.to(mine.device, mine.dtype))
             blocks.append(Given(block, mine, into_cache))
     return blocks, absent
+
+
+def _refuse_untold(site: str, layer: int, read: Mapping[str, Sequence[int]]) -> None:
+    """Refuse keys and values whose positions nobody tells: a cache has evicted entries, and all are negative.
+
+    Raises
+    ------
+    SiteError
+        With whose they are.
+    """
+    for who, positions in read.items():
+        if len(positions) and max(positions) < 0:
+            raise SiteError(
+                f"The {who}'s cache has evicted entries of layer {layer}, and at which positions those that are left "
+                f"stand cannot be told, so {site!r} cannot be patched there: give the cache a method positions(layer), "
+                "or patch residual sites."
+            )
 
 
 def _kv_positions(

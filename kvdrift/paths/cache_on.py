@@ -221,6 +221,7 @@ class CacheOnRun:
         self._first_pass = first_pass  # tokens of a prefix, consumed in a pass of their own
         self._begun, self._begun_under = False, controls
         self._key_offsets: dict[int, int] = {}
+        self._length = length(cache)  # as the run begins
         self._end = 0  # slots in use after the latest pass
         self._keeps_past = False
         self.overwritten = False
@@ -238,6 +239,8 @@ class CacheOnRun:
         """Prefill (``token=None``, once) or decode one token."""
         if (token is None) == self._begun:
             raise InputError("The first step takes no token, every later one takes the token to consume.")
+        if token is None and (now := length(self.cache)) != self._length:  # another run that has begun shares it
+            raise _stale(now)
         return self._consume(self._chunks()) if token is None else self._go_on([token])
 
     def extend(self, tokens: Sequence[int]) -> Step:
@@ -507,9 +510,13 @@ def refuse_used(factory: Callable[[], Cache], cache: Cache) -> None:
     held = length(cache)
     grown = held > first_in_job(factory, held)
     if grown or (held and any(one in _USED for one in (cache, *getattr(cache, "layers", ())))):
-        raise StaleCacheError(
-            f"A new run's cache holds {held} tokens of an earlier run: cache= must make a new one at every call."
-        )
+        raise _stale(held)
+
+
+def _stale(held: int) -> StaleCacheError:
+    return StaleCacheError(
+        f"A new run's cache holds {held} tokens of an earlier run: cache= must make a new one at every call."
+    )
 
 
 def emptied(cache: Cache, make: Callable[[], Cache]) -> Cache:

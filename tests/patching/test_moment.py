@@ -65,7 +65,7 @@ def test_values_are_aligned_by_position_not_by_slot(tiny_model):
     blocks, absent = gather(Patch("k", 0, positions=[8, 9, 10], write="read"), model, own, donor, None, 1)
     assert list(blocks[0].block.positions) == [8, 9]
     assert torch.equal(blocks[0].block.value, donor.values["k"][0][:, :, [3, 2]])
-    assert [(a.reason, a.positions) for a in absent] == [("not computed by the donor", (10,))]
+    assert [(a.reason, a.positions) for a in absent] == [("evicted by the donor's cache", (10,))]
 
 
 @pytest.mark.parametrize(

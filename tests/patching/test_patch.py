@@ -661,5 +661,5 @@ def test_nothing_is_left_after_an_interruption_in_any_step(at, hooks):
 def test_the_users_cache_factory_must_make_new_ones(tiny_model):
     model = tiny_model("llama")
     shared = DynamicCache(config=model.hf.config)
-    with pytest.raises(InputError, match="must make an empty one at every call"):
+    with pytest.raises(InputError, match="must make a new one at every call"):
         patch(model, recipient=kd.CacheOn(cache=lambda: shared), donor=kd.CacheOn(cache=lambda: shared))

@@ -126,3 +126,15 @@ def test_a_recording_marks_what_was_read():
                       max_new_tokens=3, progress=False)  # fmt: skip
     mask = trace.masks["k"][2]
     assert mask[0].reshape(-1, mask.shape[-1])[0].nonzero()[:, 0].tolist() == [0, 1, *range(15, 22)]
+
+
+def test_a_patch_says_what_was_evicted_and_refuses_what_cannot_be_placed(tiny_model):
+    patch = kd.Patch("v", layers=1, positions=[0, 9], schedule="persistent", write="read")
+    options = {"donor": kd.CacheOff(), "max_new_tokens": 4, "progress": False}
+    result = kd.patch(tiny_model(), IDS, patch, recipient=kd.CacheOn(cache=Evicting), **options)
+    assert any("evicted by the recipient's cache" in note and "9 (step" in note for note in result.notes)
+    assert not any("position 0" in note for note in result.notes)
+    with pytest.raises(SiteError, match="evicted entries of layer 1, and at which positions"):
+        kd.patch(tiny_model(), IDS, kd.Patch("v", 1, write="read"), recipient=kd.CacheOn(cache=PerHead), **options)
+    with pytest.raises(SiteError, match=r"recipient's cache has evicted|donor's cache has evicted"):
+        kd.factorial(tiny_model(), IDS, a=kd.CacheOn(cache=PerHead), max_new_tokens=4, progress=False)

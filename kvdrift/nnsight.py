@@ -86,7 +86,7 @@ class Sites:
                 return kwargs["hidden_states"]
             found = next((x for x in (*args, *kwargs.values()) if hasattr(x, "shape")), None)
             if found is None:
-                raise ModelError("A block was called without a tensor, so that no residual stream can be read there.")
+                raise LookupError("A block was called without a tensor, so that no residual stream can be read there.")
             return found
         if kind == "output":
             output = envoy.output

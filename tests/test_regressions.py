@@ -69,7 +69,7 @@ def test_every_run_needs_a_cache_of_its_own(tiny_model):
     shared = DynamicCache(config=tiny_model().hf.config)
     with pytest.raises(InputError, match="give a function that makes an empty cache"):
         kd.CacheOn(cache=shared)
-    with pytest.raises(InputError, match="must make an empty one at every call"):
+    with pytest.raises(InputError, match="must make a new one at every call"):
         kd.compare(tiny_model(), PROMPT, a=kd.CacheOn(cache=lambda: shared), **SHORT | {"floor": 1})
 
 

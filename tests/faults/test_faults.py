@@ -104,6 +104,12 @@ def test_a_window_fault_needs_a_window():
         "recurrent-state-lost-at-decode",
         "recurrent-state-narrow",
         "head-off-for-one-row",
+        "norm-off-at-one-row",
+        "down-projection-off-at-one-row",
+        "final-norm-off-at-one-row",
+        "embedding-off-at-one-row",
+        "hook-steers-the-last-position",
+        "hook-steers-the-first-position",
     ]
 
 

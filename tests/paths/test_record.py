@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import kvdrift as kd
+from kvdrift import fingerprint
 from kvdrift.errors import InputError, MemoryBudgetError, ModelError, NonFiniteError, SiteError
 from kvdrift.models.tiny import tiny
 
@@ -207,14 +208,14 @@ def test_an_overflow_of_the_head_alone_is_refused():
 
 def test_the_weights_are_fingerprinted_once_for_all_prompts(tiny_model, monkeypatch):
     model, taken = tiny_model("llama"), []
-    own = type(model).fingerprint.fget
-    monkeypatch.setattr(type(model), "fingerprint", property(lambda self: taken.append(self) or own(self)))
+    own = fingerprint._taken
+    monkeypatch.setattr(fingerprint, "_taken", lambda module: taken.append(module) or own(module))
     traces = kd.record(model, [PROMPT, PROMPT[:3]], max_new_tokens=2, progress=False)
-    assert taken == [model]
-    assert [trace.provenance["weights"] for trace in traces] == [own(model)] * 2
+    assert taken == [model.hf]
+    assert [trace.provenance["weights"] for trace in traces] == [own(model.hf)] * 2
     other = kd.load(tiny("llama", seed=1), quiet=True)
     path = kd.CacheOn(model=other)
-    assert kd.record(model, PROMPT, path=path, max_new_tokens=2, progress=False).provenance["weights"] == own(other)
+    assert kd.record(model, PROMPT, path=path, max_new_tokens=2, progress=False).provenance["weights"] == own(other.hf)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mamba"])

@@ -46,7 +46,9 @@ class CacheOn:
         passes, one by one; what they leave of a prompt is consumed in one more.
     cache
         Makes a cache, a new one at every call; by default ``DynamicCache(config=model.config)``. One that holds tokens
-        already (a copy of a saved one) is taken as the prefix of every prompt; see ``prefix``.
+        already (a copy of a saved one) is taken as the prefix of every prompt; see ``prefix``. One that evicts entries
+        can have a method ``positions(layer)`` that lists the positions which the latest pass reads; without it they are
+        found among what was written, or K/V by position are left out with the reason.
     left_padding
         Tokens of padding before the prompt, hidden by an attention mask, as in a batch with a longer prompt.
         Positions count from the first real token.

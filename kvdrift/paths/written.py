@@ -35,7 +35,7 @@ class Written:
     def watching(self, cache: Cache, position: int) -> Iterator[None]:
         """Note what one pass, whose first token is at ``position``, hands to a cache and gets back from it."""
         self._back, self._found = {}, {}
-        update = cache.update
+        update, own = cache.update, vars(cache).get("update")
 
         def watched(key: Tensor, value: Tensor, layer: int, *args: Any, **kwargs: Any) -> KV:
             self._append(layer, position, key, value)
@@ -48,7 +48,10 @@ class Written:
         try:
             yield
         finally:
-            del cache.update
+            if own is None:
+                del cache.update
+            else:  # an update of this one object, put there by somebody else
+                cache.update = own  # type: ignore[method-assign]
 
     def _append(self, layer: int, position: int, key: Tensor, value: Tensor) -> None:
         entries = self._entries.setdefault(layer, [])

@@ -127,6 +127,13 @@ def test_forks_under_other_controls_are_made_again_as_they_were(tiny_model, same
     assert same_bits(runs[0].step(4).logits, runs[1].step(4).logits)
 
 
+def test_an_update_of_one_object_stays_its_own(tiny_model):
+    run = kd.CacheOn(cache=Patched(), lossy="nothing much").start(tiny_model(), PROMPT)  # which is watched
+    own = vars(run.cache)["update"]
+    run.step()
+    assert vars(run.cache)["update"] is own
+
+
 def test_a_cache_that_cannot_be_forked_is_one_sentence(tiny_model):
     with pytest.raises(InputError, match="Dice cannot be forked: a copy of it fails") as raised:
         kd.compare(tiny_model(), PROMPT, a=kd.CacheOn(cache=Dice), max_new_tokens=3, floor=0, progress=False)

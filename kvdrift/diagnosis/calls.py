@@ -49,6 +49,8 @@ class CallChecks:
         for call in snapshot.calls:
             info = model.architecture.layers[call.layer]
             self._lost(model, moment, path, call)
+            if not call.seen:
+                continue
             costly = call.call.query.shape[2] * call.call.key.shape[2] > COSTLY
             which = (type(call.call.module), info.attention, info.window) if costly else call.layer
             signature = (id(model), path.attn, which, *_signature(call, digests))

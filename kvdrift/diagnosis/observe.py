@@ -44,6 +44,9 @@ class Call:
         What the run handed to its cache so far, where the cache may lose some.
     unplaced
         Why the positions of the keys cannot be told; None if they can.
+    seen
+        Whether the attention function was seen to be called; otherwise ``call`` holds what the cache handed back, and
+        nothing else that is true.
     """
 
     layer: int
@@ -52,6 +55,7 @@ class Call:
     keys: Sequence[int]
     written: Written | None = None
     unplaced: str | None = None
+    seen: bool = True
 
 
 @dataclass
@@ -177,6 +181,22 @@ class Observer:
             unplaced = placed if isinstance(placed, str) else None
             keys = keys if placed is None or isinstance(placed, str) else placed
             found.append(Call(layer, call, queries, keys, written, unplaced))
+        return [*found, *self._unseen(position + 1, tokens[-1], {one.layer for one in found})]
+
+    def _unseen(self, end: int, n_tokens: int, seen: set[int]) -> list[Call]:
+        """What the cache handed, in the last pass, to layers whose attention does not go through the table."""
+        run = self.run
+        if not isinstance(run, CacheOnRun) or run.written is None:
+            return []
+        found = []
+        for layer, (key, value) in run.written.back.items():
+            module = run.model.tree.attention_modules[layer]
+            if layer in seen or module is None:
+                continue
+            queries, n_keys = range(end - n_tokens, end), key.shape[2]
+            call = AttentionCall(module, key[:, :, -n_tokens:], key, value, None, {}, module.forward)
+            keys, unplaced = run.key_positions(layer, n_keys), run.evicted(layer, n_keys)
+            found.append(Call(layer, call, queries, keys, run.written, unplaced, seen=False))
         return found
 
     @property

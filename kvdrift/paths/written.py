@@ -80,6 +80,11 @@ class Written:
         return key[:, :, :n], value[:, :, :n]
 
     @property
+    def back(self) -> dict[int, KV]:
+        """What the cache handed back in the latest pass, by layer."""
+        return dict(self._back)
+
+    @property
     def layers(self) -> list[int]:
         """The layers that handed entries over."""
         return sorted(self._entries)

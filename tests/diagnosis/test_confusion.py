@@ -30,6 +30,7 @@ FAULTY = [
     ("four-bits-where-eight-are-declared", "mistral", "float32"),
     ("one-kept-fewer-than-declared", "gpt2", "bfloat16"),
     ("heads-swapped-under-a-declaration", "llama", "float32"),
+    ("stale-key-under-a-declaration", "bloom", "float32"),
     ("stale-key-under-a-declaration", "gemma2", "float32"),
     ("positions-too-high-under-a-declaration", "llama", "bfloat16"),
     ("recurrent-state-lost-at-decode", "mamba", "float32"),

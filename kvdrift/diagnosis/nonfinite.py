@@ -10,7 +10,7 @@ from kvdrift.diagnosis.evidence import NonFiniteFinding
 from kvdrift.diagnosis.locate import place
 from kvdrift.diagnosis.lockstep import Moment, alone
 from kvdrift.paths.path import Path
-from kvdrift.tracing.finite import NonFinite, broken_weight, first_nonfinite, watch_all
+from kvdrift.tracing.finite import NonFinite, broken_weight, watch_all
 
 if TYPE_CHECKING:
     from kvdrift.models.model import Model
@@ -59,12 +59,12 @@ def _first(model: Model, moment: Moment, path: Path, controls: tuple[Control, ..
         fed = moment.tokens[len(case.prompt) :]
         case, moment = replace(case, a=path, feed=fed, steps=len(fed), passes=()), replace(moment, step=len(fed))
     found, passes = None, 0
-    with watch_all(model) as tap:
+    with watch_all(model) as watch:
         for now in alone(model, case, controls):
-            found = found or first_nonfinite(tap.steps)
+            found = found or watch.first_nonfinite()
             if found is not None or now.step > moment.step:
                 break
-            passes += len(tap.steps)
-            tap.steps.clear()
-        found = found or first_nonfinite(tap.steps)
+            passes += len(watch.passes)
+            watch.clear()
+        found = found or watch.first_nonfinite()
     return None if found is None else replace(found, number=found.number + passes)

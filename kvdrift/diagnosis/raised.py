@@ -112,8 +112,13 @@ def run_alone(model: Model, case: Case) -> tuple[Raised | None, list[int]]:
         for moment in alone(model, case):  # noqa: B007 # the latest one is asked for after an error
             pass
     except Exception as error:  # whatever a model, a cache or a path of somebody's own raises
-        return Raised(error, moment), list(moment.tokens[len(case.prompt) :])
+        return Raised(thrown(error), moment), list(moment.tokens[len(case.prompt) :])
     return None, list(moment.tokens[len(case.prompt) :])
+
+
+def thrown(error: Exception) -> Exception:
+    """What a model threw: a StopIteration that leaves a generator, such as a path's steps, becomes a RuntimeError."""
+    return error.__cause__ if isinstance(error.__cause__, StopIteration) else error
 
 
 def out_of_memory(error: Exception) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvdrift.backends.transformer_lens import plain_name
 from kvdrift.errors import NonFiniteError
@@ -59,7 +61,7 @@ def explain_nonfinite(run: Run, tokens: Sequence[int]) -> NonFiniteError:
         return NonFiniteError(weight)
     path: Any = getattr(run, "path", None)
     for n_prompt in (len(tokens), 1) if path is not None else ():
-        with watch_all(model) as tap:
+        with watch_all(model) as watch:
             again = path.start(model, list(tokens[:n_prompt]), run.controls)
             try:
                 logits = again.step().logits
@@ -67,12 +69,12 @@ def explain_nonfinite(run: Run, tokens: Sequence[int]) -> NonFiniteError:
                     logits = again.step(token).logits
             finally:
                 again.close()
-        found = first_nonfinite(tap.steps)
+        found = watch.first_nonfinite()
         if found is not None and leaves_finite(logits):
             padding = int(getattr(path, "left_padding", 0))
             return NonFiniteError(f"{found.told(model, padding)}; {found.advice(model, padding)}.")
         if leaves_finite(logits):
-            largest, at = largest_finite(tap.steps)
+            largest, at = largest_finite(watch.passes)
             return NonFiniteError(
                 f"{model.name} in {model.dtype_name} gives logits that are not finite although every block is "
                 f"(largest value {largest:.4g}, {at}); look at the final norm and the LM head."
@@ -94,10 +96,51 @@ def broken_weight(model: Model) -> str | None:
     )
 
 
-def watch_all(model: Model) -> Tap:
-    """A tap on everything that `first_nonfinite` looks at, in every pass."""
+class Watch:
+    """All sites of some passes, and the largest finite value that each module inside a block gives.
+
+    Attributes
+    ----------
+    passes
+        The sites, pass by pass.
+    """
+
+    def __init__(self, tap: Tap) -> None:
+        self.passes: list[Values] = tap.steps
+        self._peaks: dict[tuple[int, int], tuple[float, str]] = {}
+
+    def see(self, layer: int, name: str, _module: nn.Module, _args: Any, output: Any) -> None:
+        """A forward hook on a module of a block."""
+        if isinstance(output, Tensor) and output.is_floating_point():
+            here = len(self.passes), layer
+            self._peaks[here] = max(self._peaks.get(here, (0.0, "")), (_peak(output), f"{name} of layer {layer}"))
+
+    def clear(self) -> None:
+        """Forget the passes."""
+        self.passes.clear()
+        self._peaks.clear()
+
+    def first_nonfinite(self) -> NonFinite | None:
+        """The first value that is not finite; what is inside its block (the factors of a gated MLP) counts too."""
+        found = first_nonfinite(self.passes)
+        if found is None:
+            return None
+        largest, at = max((found.largest, found.at), self._peaks.get((found.number, found.layer), (0.0, "")))
+        return replace(found, largest=largest, at=at)
+
+
+@contextmanager
+def watch_all(model: Model) -> Iterator[Watch]:
+    """Watch every pass for where it leaves the finite numbers."""
     sites = dict.fromkeys(site for site in (*BLOCK_SITES, "q", "k", "v", "z") if site in model.coverage.sites)
-    return Tap(model, sites, where="all", kv_where="all", keep=True)
+    with Tap(model, sites, where="all", kv_where="all", keep=True) as tap, ExitStack() as stack:
+        watch = Watch(tap)
+        for layer, block in enumerate(model.tree.blocks):
+            for name, module in block.named_modules():
+                if name and next(module.children(), None) is None:
+                    hook = partial(watch.see, layer, plain_name(name))
+                    stack.callback(module.register_forward_hook(hook).remove)
+        yield watch
 
 
 @dataclass(frozen=True)
@@ -157,8 +200,7 @@ def first_nonfinite(passes: Iterable[Values]) -> NonFinite | None:
     largest, at = 0.0, "the embeddings"
     for number, values in enumerate(passes):
         for layer, site, value in _in_order(values):
-            finite = value.isfinite()
-            peak = float(value[finite].abs().max()) if finite.any() else 0.0
+            finite, peak = value.isfinite(), _peak(value)
             if peak > largest:
                 largest, at = peak, f"{site} of layer {layer}"
             if not finite.all():
@@ -172,12 +214,18 @@ def first_nonfinite(passes: Iterable[Values]) -> NonFinite | None:
 def largest_finite(passes: Iterable[Values]) -> tuple[float, str]:
     """The largest finite value of some passes, and where it is."""
     found = [
-        (float(value[value.isfinite()].abs().max()), f"{site} of layer {layer}")
+        (_peak(value), f"{site} of layer {layer}")
         for values in passes
         for layer, site, value in _in_order(values)
         if value.isfinite().any()
     ]
     return max(found, default=(0.0, "the embeddings"))
+
+
+def _peak(value: Tensor) -> float:
+    """The largest finite size in a tensor; 0 if it holds no finite value."""
+    finite = value[value.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0
 
 
 def _in_order(values: Values) -> list[tuple[int, str, Tensor]]:

@@ -111,6 +111,20 @@ def test_overflow_asks_for_a_wider_dtype(dtype, factor, advice):
     assert verdict.suggestion == advice
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3"])
+def test_a_product_inside_a_gated_mlp_overflows_though_no_site_is_large(family):
+    model = small(family, dtype=torch.float16)
+    mlp = model.model.layers[1].mlp
+    mlp.up_proj.weight.mul_(1e3)
+    mlp.gate_proj.weight.mul_(1e3)
+    verdict = diagnose(model)
+    assert (verdict.kind, verdict.where.layer) == ("nonfinite", 1)
+    assert verdict.suggestion == "Use dtype=bfloat16 or float32."
+    assert "_proj of layer 1" in verdict.reasons[0]
+    with pytest.raises(NonFiniteError, match="use dtype=bfloat16 or float32"):
+        kd.record(model, PROMPT, max_new_tokens=2, progress=False)
+
+
 def test_other_verbs_read_the_tokens_along_the_path_too(nan_in_hidden_rows):
     model = small()
     with pytest.raises(NonFiniteError, match="z of layer 0 in the rows of left padding"):

@@ -86,6 +86,21 @@ def test_a_crash_in_the_cache_free_path_is_a_bug_of_it():
     assert any("step 2 (14 tokens): cache-OFF" in reason for reason in verdict.reasons)
 
 
+def test_a_stop_iteration_of_the_model_is_its_own():
+    """Python hides it in a RuntimeError that the steps of the path seem to raise."""
+    verdict = diagnose(small(), a=breaking(lambda held, new: held > 13, StopIteration))
+    assert (verdict.kind, verdict.wrong) == ("bug", "a"), str(verdict)
+    assert any("raises StopIteration (no more room), where cache-OFF runs" in reason for reason in verdict.reasons)
+    model = small("gpt2")
+    handle = model.transformer.h[1].mlp.register_forward_hook(
+        lambda _m, _args, out: next(iter(())) if out.shape[1] == 14 else out
+    )
+    verdict = diagnose(model)
+    handle.remove()
+    assert (verdict.kind, verdict.wrong) == ("bug", "b"), str(verdict)
+    assert verdict.where.layer == 1
+
+
 class Uncroppable(DynamicCache):
     """Says that it can be cropped, and cannot."""
 

@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from kvdrift.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from kvdrift import experiments, models, nnsight, views
     from kvdrift.controls import counterfactual
@@ -43,7 +45,6 @@ if TYPE_CHECKING:
     from kvdrift.tracing.tap import tap
     from kvdrift.tracing.trace import Trace
 
-__version__ = "0.1.0"
 _HOMES = {
     "AttentionFloat32": "controls.attention_float32",
     "CacheOff": "paths.cache_off",

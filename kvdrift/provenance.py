@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from kvdrift.version import __version__
+
 PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "gguf", "tokenizers", "numpy")
 ENVIRONMENT = (
     "OMP_NUM_THREADS",
@@ -88,8 +90,6 @@ def _version(package: str) -> str | None:
 
 
 def _software() -> dict[str, Any]:
-    from kvdrift import __version__  # this module is read while the package is still being imported
-
     versions = {package: _version(package) for package in PACKAGES}
     cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
     return {

@@ -14,6 +14,7 @@ import typer
 from kvdrift.cli import compare, demo, diagnose, evaluate, factorial, falsify, lab, models, patch, record, report, sweep
 from kvdrift.cli.console import INTERRUPTED, NOTHING_WRITTEN, Interrupted, ReaderGone, complain
 from kvdrift.errors import KvdriftError
+from kvdrift.version import __version__
 
 READER_GONE = 141
 """What a shell reports for a command ended by SIGPIPE."""
@@ -41,8 +42,6 @@ app.add_typer(models.app, name="models")
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from kvdrift import __version__
-
         typer.echo(__version__)
         raise typer.Exit
 

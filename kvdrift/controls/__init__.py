@@ -1,4 +1,4 @@
-"""Changes of arithmetic that leave the mathematical function alone."""
+"""Changes of arithmetic that leave the mathematical function alone; nothing that knows of paths, and never noise."""
 
 from kvdrift.controls.control import Bound, Control
 from kvdrift.controls.precision import cast_copy, promote_float32

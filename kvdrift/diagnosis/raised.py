@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import traceback
 from dataclasses import dataclass, replace
+from pathlib import Path as FilePath
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-import kvdrift
 from kvdrift.backends.transformer_lens import plain_name
 from kvdrift.diagnosis.cases import Case
 from kvdrift.diagnosis.evidence import Finding
@@ -23,6 +22,7 @@ from kvdrift.paths.path import Path
 if TYPE_CHECKING:
     from kvdrift.models.model import Model
 
+ROOT = FilePath(__file__).parents[1]
 NO_MEMORY = (MemoryError, torch.OutOfMemoryError)
 
 
@@ -131,7 +131,7 @@ def out_of_memory(error: Exception) -> bool:
 def own_code(error: Exception) -> bool:
     """Whether an error was raised by a line of kvdrift's own, rather than by what kvdrift runs."""
     frames = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return bool(frames) and frames[-1].startswith(os.path.dirname(kvdrift.__file__) + os.sep)
+    return bool(frames) and FilePath(frames[-1]).is_relative_to(ROOT)
 
 
 def raising_module(model: Model, error: Exception) -> Where | None:

@@ -1,1 +1,1 @@
-"""Comparing two paths: metrics, results, statistics."""
+"""Two paths in lockstep: metrics (pure), onset and growth (pure), the result; no intervention."""

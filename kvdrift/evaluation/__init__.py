@@ -1,1 +1,1 @@
-"""Strategies × tasks × two paths, with paired statistics."""
+"""Strategies × tasks × two paths, each writing its own text; no forced tokens but the gold text."""

@@ -1,4 +1,4 @@
-"""The paper's experiments (arXiv 2604.15409) beside the controls that decide them."""
+"""The paper's experiments (arXiv 2604.15409) beside the controls that decide them; no verb of their own."""
 
 from kvdrift.experiments.paper_architecture import PaperArchitecture, paper_architecture
 from kvdrift.experiments.paper_drift import PaperDrift, paper_drift

@@ -1,1 +1,1 @@
-"""The precision ladder: the same comparison in one arithmetic after another."""
+"""The same comparison in one arithmetic after another; the arithmetics themselves are not here but in controls."""

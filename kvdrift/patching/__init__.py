@@ -1,1 +1,1 @@
-"""Writing one path's values into the other, and what that does."""
+"""Writing one path's values into the other, and what that does; never without a placebo."""

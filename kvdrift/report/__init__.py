@@ -1,4 +1,4 @@
-"""One self-contained HTML document."""
+"""One self-contained HTML document: result objects in, a file out, no model needed."""
 
 from kvdrift.report.saved import load_result
 from kvdrift.report.write import write_report

@@ -17,6 +17,7 @@ from kvdrift.report.figures import Figure, Missing, families_figure, templates_j
 from kvdrift.report.kinds import Kind, kind_of
 from kvdrift.report.packed import plotlyjs
 from kvdrift.report.parts import subject, weights
+from kvdrift.version import __version__
 
 
 def write_report(path: str | Path, *results: Any, title: str | None = None, command: str | None = None) -> Path:
@@ -54,8 +55,6 @@ def write_report(path: str | Path, *results: Any, title: str | None = None, comm
     >>> kd.write_report("report.html", drift)  # doctest: +SKIP
     PosixPath('report.html')
     """
-    from kvdrift import __version__  # this module is read while the package is still being imported
-
     if not results:
         raise InputError("write_report was given no result; give at least one, such as a Drift.")
     kinds = [_known(result) for result in results]

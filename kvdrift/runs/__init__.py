@@ -1,1 +1,1 @@
-"""Long runs: a store that loses nothing, and engines that spread work over processes and machines."""
+"""Long runs: a store that loses nothing, and engines that spread work over processes; not what the work is."""

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
-import torch
+from torch import Tensor
 
-from kvdrift.drift import profile, summary
-from kvdrift.errors import InputError, SiteError
-from kvdrift.files import load_tensors, save_tensors
+from kvdrift.drift import profile
+from kvdrift.errors import SiteError
 from kvdrift.models.architecture import Architecture
 from kvdrift.models.labels import PathInfo, Prompt
+from kvdrift.result import Result, Saved, table_maker
 
 RESIDUAL_SITES = ("embed", "resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post", "final_norm")
 HEAD_SITES = ("q", "k", "v", "z")
@@ -23,10 +23,12 @@ LOGIT_METRICS = (
     "kl", "kl_float32_head", "js", "flip", "tie_a", "tie_b", "margin_a", "margin_b",
     "topk_overlap", "logit_l2", "logit_max",
 )  # fmt: skip
+_CONTROL = "control/"
+"""Before the names of the control's arrays, in a file."""
 
 
-@dataclass(frozen=True)
-class Drift:
+@dataclass(frozen=True, repr=False)
+class Drift(Saved, Result):
     """The drift between path *a* (under test) and path *b* (reference), over prompts, steps and layers.
 
     Attributes
@@ -64,6 +66,9 @@ class Drift:
     >>> drift.values("resid_post").shape
     (1, 4, 4)
     """
+
+    saved_as: ClassVar[str] = "drift"
+    in_tensors: ClassVar[tuple[str, ...]] = ("arrays", "control")
 
     a: PathInfo
     b: PathInfo
@@ -206,15 +211,7 @@ class Drift:
             for flip, free in zip(self.first_flip, self.free_steps, strict=True)
         )
 
-    # --- words and tables
-
-    def summary(self) -> str:
-        """A few plain sentences: where drift starts, how it grows, against the floor, flips, control."""
-        return summary.text(self)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The machine-readable summary that ``kvdrift compare --json`` prints."""
-        return summary.as_dict(self)
+    # --- tables
 
     def to_dataframe(self, what: str = "layers") -> Any:
         """A tidy `pandas.DataFrame`.
@@ -229,71 +226,21 @@ class Drift:
         """
         from kvdrift.drift import tables
 
-        builders = {
-            "layers": tables.layers, "logits": tables.logits,
-            "heads": tables.heads, "positions": tables.positions,
-        }  # fmt: skip
-        if what not in builders:
-            raise InputError(f"to_dataframe({what!r}): choose one of {', '.join(builders)}.")
-        return builders[what](self)
+        makers = {name: getattr(tables, name) for name in ("layers", "logits", "heads", "positions")}
+        return table_maker(what, makers)(self)
 
-    def __repr__(self) -> str:
-        return self.summary()
+    # --- its file: that of the control lies in the same one
 
-    def _repr_html_(self) -> str:
-        return summary.html(self)
-
-    # --- files
-
-    def save(self, path: str | Path) -> Path:
-        """Write everything to one safetensors file, atomically; see `load`."""
-        tensors, manifest = self._to_parts()
-        return save_tensors(path, "drift", tensors, manifest)
+    def _to_parts(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        tensors, manifest = super()._to_parts()
+        if self.control is None:
+            return tensors, manifest | {"control": None}
+        inner, manifest["control"] = self.control._to_parts()
+        return tensors | {f"{_CONTROL}{name}": tensor for name, tensor in inner.items()}, manifest
 
     @classmethod
-    def load(cls, path: str | Path) -> Drift:
-        """Read a drift written by `save`, equal in every bit.
-
-        Raises
-        ------
-        FileError
-            If the file is missing, truncated or edited.
-        """
-        return cls._from_parts(*load_tensors(path, "drift"))
-
-    def _to_parts(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        tensors = {name: torch.from_numpy(np.ascontiguousarray(x)) for name, x in self.arrays.items()}
-        manifest: dict[str, Any] = {
-            "a": asdict(self.a),
-            "b": asdict(self.b),
-            "architecture": self.architecture.to_dict(),
-            "prompts": [asdict(prompt) for prompt in self.prompts],
-            "token_texts": {str(token): text for token, text in self.token_texts.items()},
-            "provenance": self.provenance,
-            "notes": list(self.notes),
-            "control": None,
-        }
-        if self.control is not None:
-            control, manifest["control"] = self.control._to_parts()
-            tensors |= {f"control/{name}": tensor for name, tensor in control.items()}
-        return tensors, manifest
-
-    @classmethod
-    def _from_parts(cls, tensors: dict[str, torch.Tensor], manifest: dict[str, Any]) -> Drift:
-        prefix = "control/"
-        control = None
-        if manifest["control"] is not None:
-            inner = {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
-            control = cls._from_parts(inner, manifest["control"])
-
-        return cls(
-            a=PathInfo.from_dict(manifest["a"]),
-            b=PathInfo.from_dict(manifest["b"]),
-            architecture=Architecture.from_dict(manifest["architecture"]),
-            prompts=tuple(map(Prompt.from_dict, manifest["prompts"])),
-            arrays={name: x.numpy() for name, x in tensors.items() if not name.startswith(prefix)},
-            token_texts={int(token): text for token, text in manifest["token_texts"].items()},
-            control=control,
-            provenance=manifest["provenance"],
-            notes=tuple(manifest["notes"]),
-        )
+    def _from_tensors(cls, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) -> dict[str, Any]:
+        inner = {name.removeprefix(_CONTROL): x for name, x in tensors.items() if name.startswith(_CONTROL)}
+        control = None if manifest["control"] is None else cls._from_parts(inner, manifest["control"])
+        outer = {name: x for name, x in tensors.items() if not name.startswith(_CONTROL)}
+        return super()._from_tensors(outer, manifest) | {"control": control}

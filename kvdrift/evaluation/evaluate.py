@@ -32,6 +32,7 @@ from kvdrift.paths.cache_off import CacheOff
 from kvdrift.paths.cache_on import CacheOn
 from kvdrift.paths.own import check_path, check_room
 from kvdrift.paths.path import Path, path_info, path_notes, path_settings
+from kvdrift.plain import from_plain
 from kvdrift.provenance import prompt_hash
 from kvdrift.runs.comparable import comparable, kept_with
 from kvdrift.runs.engines import engine as engine_of
@@ -163,7 +164,7 @@ def evaluate(
         ) as bar:
             for key, record in run_on.run(worker, missing):
                 kept.add(key, record)
-                found[key] = ItemRecord.from_dict(kept.done[key])
+                found[key] = from_plain(ItemRecord, kept.done[key])
                 bar.update()
         records = tuple(found[item.id] for item in items)
     longest = max(len(ids) + max(plan.max_new_tokens, n_gold) for ids, n_gold in prompts.values())
@@ -317,7 +318,7 @@ def _record(kept: Store, plan: Plan, item: Item, ids: Sequence[int]) -> ItemReco
         If it is not as an evaluation writes it, or its prompt was read as other tokens.
     """
     try:
-        record = ItemRecord.from_dict(kept.done[item.id])
+        record: ItemRecord = from_plain(ItemRecord, kept.done[item.id])
         cells = [(strategy.label, seed) for strategy in plan.strategies for seed in plan.seeds]
         answers = [answer for trial in record.trials for answer in (trial.a, trial.b, *trial.null)]
         whole = (
@@ -326,7 +327,7 @@ def _record(kept: Store, plan: Plan, item: Item, ids: Sequence[int]) -> ItemReco
             and all(len(trial.null) == len(plan.null) for trial in record.trials)
             and all(isinstance(token, int) for answer in answers for token in answer.tokens)
         )
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (FileError, KeyError, TypeError, ValueError, AttributeError):
         whole = False
     if not whole:
         raise FileError(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any, Self
+from dataclasses import dataclass
 
 STOPS = ("eos", "stop string", "length", "diverged")
 """Why a text ended: the model's end token, one of the task's stop strings, ``max_new_tokens``, or (with
@@ -35,11 +34,6 @@ class Answer:
     correct: bool | None
     stop: str
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Read what ``dataclasses.asdict`` made, also after it went through JSON."""
-        return cls(**{**values, "tokens": tuple(values["tokens"])})
-
 
 @dataclass(frozen=True)
 class Compared(Answer):
@@ -62,12 +56,6 @@ class Compared(Answer):
     unequal: int | None
     margins: tuple[float | None, float | None] | None
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Read what ``dataclasses.asdict`` made, also after it went through JSON."""
-        margins = None if values["margins"] is None else tuple(values["margins"])
-        return cls(**{**values, "tokens": tuple(values["tokens"]), "margins": margins})
-
 
 @dataclass(frozen=True)
 class Trial:
@@ -89,17 +77,6 @@ class Trial:
     b: Compared
     null: tuple[Compared, ...] = ()
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Read what ``dataclasses.asdict`` made, also after it went through JSON."""
-        return cls(
-            values["strategy"],
-            values["seed"],
-            Answer.from_dict(values["a"]),
-            Compared.from_dict(values["b"]),
-            tuple(map(Compared.from_dict, values["null"])),
-        )
-
 
 @dataclass(frozen=True)
 class Gold:
@@ -119,11 +96,6 @@ class Gold:
     a: float
     b: float
     null: tuple[float, ...] = ()
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Read what ``dataclasses.asdict`` made, also after it went through JSON."""
-        return cls(**{**values, "null": tuple(values["null"])})
 
 
 @dataclass(frozen=True)
@@ -153,13 +125,3 @@ class ItemRecord:
     reference: str | None
     gold: Gold | None
     trials: tuple[Trial, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON holds it; see `from_dict`."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Read what `to_dict` made, also after it went through JSON."""
-        gold = None if values["gold"] is None else Gold.from_dict(values["gold"])
-        return cls(**{**values, "gold": gold, "trials": tuple(map(Trial.from_dict, values["trials"]))})

@@ -5,22 +5,25 @@ from __future__ import annotations
 import importlib
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from kvdrift.errors import InputError
-from kvdrift.evaluation import words
 from kvdrift.evaluation.conditions import Condition, Difference
 from kvdrift.evaluation.records import Answer, Compared, ItemRecord
-from kvdrift.files import load_tensors, save_tensors, write_atomically
+from kvdrift.files import write_atomically
 from kvdrift.models.architecture import Architecture
 from kvdrift.models.labels import PathInfo
+from kvdrift.plain import from_plain, to_plain
+from kvdrift.result import Result, Saved, table_maker
 
 if TYPE_CHECKING:
     from kvdrift.evaluation.overall import Overall
@@ -28,8 +31,8 @@ if TYPE_CHECKING:
 What = Literal["conditions", "trials", "items"]
 
 
-@dataclass(frozen=True)
-class Evaluation:
+@dataclass(frozen=True, repr=False)
+class Evaluation(Saved, Result):
     """Both paths' texts and answers over the items of a task, and path a's re-rolls beside them.
 
     Every path feeds itself (free running); the noise of a sampling strategy is the same for all paths.
@@ -64,6 +67,9 @@ class Evaluation:
     >>> [(each.strategy, each.n_items) for each in found.conditions]
     [('greedy', 2)]
     """
+
+    saved_as: ClassVar[str] = "evaluation"
+    in_tensors: ClassVar[tuple[str, ...]] = ("records",)
 
     a: PathInfo
     b: PathInfo
@@ -147,129 +153,26 @@ class Evaluation:
         """
         import pandas as pd
 
-        makers = {"conditions": self._condition_rows, "trials": self._trial_rows, "items": self._item_rows}
-        if what not in makers:
-            raise InputError(f"to_dataframe({what!r}): choose 'conditions', 'trials' or 'items'.")
-        return pd.DataFrame(makers[what]())
+        makers = {"conditions": _condition_rows, "trials": _trial_rows, "items": _item_rows}
+        return pd.DataFrame(table_maker(what, makers)(self))
 
     def to_parquet(self, path: str | Path) -> Path:
         """Write the trials to a Parquet file, atomically; needs ``kvdrift[eval]``."""
         return write_atomically(path, lambda temporary: self.to_dataframe("trials").to_parquet(temporary, index=False))
 
-    def _condition_rows(self) -> list[dict[str, Any]]:
-        rows = []
-        for condition in self.conditions:
-            row: dict[str, Any] = {}
-            for name, value in asdict(condition).items():
-                if name in ("incidence", "null"):
-                    continue
-                if isinstance(value, dict):
-                    row |= {name: value["value"], f"{name}_low": value["low"], f"{name}_high": value["high"]}
-                else:
-                    row[name] = value
-            null = condition.null
-            row |= {
-                "p_null_divergence": None if null is None else null.p_divergence,
-                "p_null_difference": None if null is None else null.p_difference,
-                "p_null_gold": None if null is None else null.p_gold,
-            }
-            rows.append(row)
-        return rows
-
-    def _trial_rows(self) -> list[dict[str, Any]]:
-        rows = []
-        for record in self.records:
-            for trial in record.trials:
-                arms: dict[str, Answer] = {"a": trial.a, "b": trial.b}
-                arms |= {f"null {number}": answer for number, answer in enumerate(trial.null)}
-                for arm, answer in arms.items():
-                    key = {"item": record.item, "strategy": trial.strategy, "seed": trial.seed, "arm": arm}
-                    rows.append(key | _answer_row(answer))
-        return rows
-
-    def _item_rows(self) -> list[dict[str, Any]]:
-        rows = []
-        for record in self.records:
-            gold = record.gold
-            rows.append(
-                {
-                    "item": record.item,
-                    "prompt": record.prompt,
-                    "n_prompt": record.n_prompt,
-                    "reference": record.reference,
-                    "gold_tokens": None if gold is None else gold.n_tokens,
-                    "gold_a": None if gold is None else gold.a,
-                    "gold_b": None if gold is None else gold.b,
-                    "gold_null": None if gold is None else list(gold.null),
-                }
-            )
-        return rows
-
     def reading(self) -> list[str]:
         """What the evaluation says, in sentences: direction and rate apart, each against its null."""
-        return words.reading(self)
+        return self._say("reading")
 
-    def summary(self) -> str:
-        """A headline, one line per condition, and the reading."""
-        return words.summary(self)
+    # --- its file: the records as JSON in one tensor, which a header would not hold
 
-    def to_dict(self) -> dict[str, Any]:
-        """The machine-readable summary that ``kvdrift evaluate --json`` prints."""
-        return words.as_dict(self)
-
-    def __repr__(self) -> str:
-        return self.summary()
-
-    def _repr_html_(self) -> str:
-        return words.html(self)
-
-    # --- files
-
-    def save(self, path: str | Path) -> Path:
-        """Write everything to one safetensors file, atomically; see `load`."""
-        records = json.dumps([record.to_dict() for record in self.records]).encode()
-        manifest = {
-            name: getattr(self, name) for name in ("task", "max_new_tokens", "replicates", "settings", "provenance")
-        }
-        manifest |= {
-            "a": asdict(self.a),
-            "b": asdict(self.b),
-            "architecture": self.architecture.to_dict(),
-            "strategies": list(self.strategies),
-            "seeds": list(self.seeds),
-            "token_texts": {str(token): text for token, text in self.token_texts.items()},
-            "notes": list(self.notes),
-        }
-        return save_tensors(
-            path, "evaluation", {"records": torch.frombuffer(bytearray(records), dtype=torch.uint8)}, manifest
-        )
+    def _to_tensors(self) -> dict[str, Tensor]:
+        text = json.dumps(to_plain(self.records)).encode()
+        return {"records": torch.frombuffer(bytearray(text), dtype=torch.uint8)}
 
     @classmethod
-    def load(cls, path: str | Path) -> Evaluation:
-        """Read what `save` wrote, equal in every bit.
-
-        Raises
-        ------
-        FileError
-            If the file is missing, truncated, edited or of another kind.
-        """
-        tensors, manifest = load_tensors(path, "evaluation")
-        records = json.loads(tensors["records"].numpy().tobytes())
-        return cls(
-            a=PathInfo.from_dict(manifest["a"]),
-            b=PathInfo.from_dict(manifest["b"]),
-            architecture=Architecture.from_dict(manifest["architecture"]),
-            task=manifest["task"],
-            strategies=tuple(manifest["strategies"]),
-            seeds=tuple(manifest["seeds"]),
-            max_new_tokens=manifest["max_new_tokens"],
-            replicates=manifest["replicates"],
-            records=tuple(map(ItemRecord.from_dict, records)),
-            token_texts={int(token): text for token, text in manifest["token_texts"].items()},
-            settings=manifest["settings"],
-            provenance=manifest["provenance"],
-            notes=tuple(manifest["notes"]),
-        )
+    def _from_tensors(cls, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) -> dict[str, Any]:
+        return {"records": from_plain(tuple[ItemRecord, ...], json.loads(tensors["records"].numpy().tobytes()))}
 
 
 def _numbers(module: str) -> ModuleType:
@@ -278,6 +181,58 @@ def _numbers(module: str) -> ModuleType:
         return importlib.import_module(f"kvdrift.evaluation.{module}")
     except ImportError as error:
         raise InputError(f"The statistics of an evaluation need {error.name}: pip install 'kvdrift[eval]'.") from error
+
+
+def _condition_rows(evaluation: Evaluation) -> list[dict[str, Any]]:
+    rows = []
+    for condition in evaluation.conditions:
+        row: dict[str, Any] = {}
+        for name, value in asdict(condition).items():
+            if name in ("incidence", "null"):
+                continue
+            if isinstance(value, dict):
+                row |= {name: value["value"], f"{name}_low": value["low"], f"{name}_high": value["high"]}
+            else:
+                row[name] = value
+        null = condition.null
+        row |= {
+            "p_null_divergence": None if null is None else null.p_divergence,
+            "p_null_difference": None if null is None else null.p_difference,
+            "p_null_gold": None if null is None else null.p_gold,
+        }
+        rows.append(row)
+    return rows
+
+
+def _trial_rows(evaluation: Evaluation) -> list[dict[str, Any]]:
+    rows = []
+    for record in evaluation.records:
+        for trial in record.trials:
+            arms: dict[str, Answer] = {"a": trial.a, "b": trial.b}
+            arms |= {f"null {number}": answer for number, answer in enumerate(trial.null)}
+            for arm, answer in arms.items():
+                key = {"item": record.item, "strategy": trial.strategy, "seed": trial.seed, "arm": arm}
+                rows.append(key | _answer_row(answer))
+    return rows
+
+
+def _item_rows(evaluation: Evaluation) -> list[dict[str, Any]]:
+    rows = []
+    for record in evaluation.records:
+        gold = record.gold
+        rows.append(
+            {
+                "item": record.item,
+                "prompt": record.prompt,
+                "n_prompt": record.n_prompt,
+                "reference": record.reference,
+                "gold_tokens": None if gold is None else gold.n_tokens,
+                "gold_a": None if gold is None else gold.a,
+                "gold_b": None if gold is None else gold.b,
+                "gold_null": None if gold is None else list(gold.null),
+            }
+        )
+    return rows
 
 
 def _answer_row(answer: Answer) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from kvdrift.evaluation.task import Item, Task
 from kvdrift.models.ending import stops
 from kvdrift.models.model import Model
 from kvdrift.paths.path import Path, Run
+from kvdrift.plain import to_plain
 from kvdrift.provenance import prompt_hash
 from kvdrift.tracing.finite import explain_nonfinite, leaves_finite
 
@@ -113,7 +114,8 @@ class ItemRunner:
         if gold_a is not None and gold_b is not None:
             gold = Gold(len(gold_ids), gold_a, gold_b, tuple(value for _, value in nulls if value is not None))
         prompt = item.prompt if isinstance(item.prompt, str) else None
-        return ItemRecord(item.id, prompt, prompt_hash(ids), len(ids), item.answer, gold, trials).to_dict()
+        record = ItemRecord(item.id, prompt, prompt_hash(ids), len(ids), item.answer, gold, trials)
+        return dict(to_plain(record))
 
     def gold_ids(self, item: Item, ids: list[int]) -> list[int]:
         """The gold text's tokens after the prompt; none if there is no gold text, or it is not asked for.

@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
-from typing import Any
+from typing import Any, ClassVar
 
-from kvdrift import markup
 from kvdrift.controls.counterfactual import expand_kv_heads, widen_window
 from kvdrift.controls.precision import cast_copy
 from kvdrift.drift.compare import compare
 from kvdrift.drift.result import Drift
-from kvdrift.errors import FileError, InputError, ModelError
+from kvdrift.errors import InputError, ModelError
 from kvdrift.experiments import architecture_tables as tables
 from kvdrift.experiments import architecture_words as words
 from kvdrift.experiments.architecture_numbers import SITE
+from kvdrift.experiments.experiment import Experiment, Folder
 from kvdrift.models.load import load
 from kvdrift.models.model import Model, as_prompts
+from kvdrift.result import Saved, table_maker
 from kvdrift.runs.store import takes_store_as
 
 ARMS = {
@@ -33,8 +34,8 @@ COPIED = (
 )
 
 
-@dataclass(frozen=True)
-class PaperArchitecture:
+@dataclass(frozen=True, repr=False)
+class PaperArchitecture(Folder, Experiment):
     """Cache-ON against cache-OFF in one model and in its counterfactuals, on the same tokens.
 
     Made by `paper_architecture`.
@@ -50,6 +51,9 @@ class PaperArchitecture:
     both
         Both changes; None where one does not apply.
     """
+
+    part: ClassVar[type[Saved]] = Drift
+    topic: ClassVar[str] = "architecture experiment"
 
     original: Drift
     kv_heads: Drift | None = None
@@ -85,9 +89,7 @@ class PaperArchitecture:
         InputError
             If ``what`` is neither.
         """
-        if what not in ("arms", "layers"):
-            raise InputError(f"to_dataframe({what!r}): choose arms or layers.")
-        return tables.arms(self.arms) if what == "arms" else tables.layers(self.arms)
+        return table_maker(what, {"arms": tables.arms, "layers": tables.layers})(self.arms)
 
     def reading(self) -> list[str]:
         """What the table says about the paper's two claims, in sentences."""
@@ -97,43 +99,10 @@ class PaperArchitecture:
         """The answer in one sentence."""
         return words.headline(self.original, self.kv_heads, self.windows)
 
-    def summary(self) -> str:
-        """The reading and the notes as one text."""
-        return "\n".join([*self.reading(), *self.notes])
-
     def to_dict(self) -> dict[str, Any]:
         """The tables and the reading as plain data."""
         made = {name: tables.plain(self.to_dataframe(name)) for name in ("arms", "layers")}
         return {**made, "reading": self.reading(), "notes": list(self.notes)}
-
-    def __repr__(self) -> str:
-        return self.summary()
-
-    def _repr_html_(self) -> str:
-        return markup.listing(self.summary().splitlines())
-
-    def save(self, folder: str | FilePath) -> FilePath:
-        """Write every arm into a folder, one file each."""
-        folder = FilePath(folder)
-        for name in ARMS:
-            drift = getattr(self, name)
-            if drift is not None:
-                drift.save(folder / f"{name}.safetensors")
-        return folder
-
-    @classmethod
-    def load(cls, folder: str | FilePath) -> PaperArchitecture:
-        """Read what `save` wrote.
-
-        Raises
-        ------
-        FileError
-            If the folder does not hold such an experiment, or a file is truncated or edited.
-        """
-        files = {name: FilePath(folder) / f"{name}.safetensors" for name in ARMS}
-        if not files["original"].is_file():
-            raise FileError(f"{folder} holds no saved architecture experiment; give the folder that `save` wrote.")
-        return cls(**{name: Drift.load(file) for name, file in files.items() if file.is_file()})
 
 
 @takes_store_as("resume")

@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
 
-from kvdrift import markup
 from kvdrift.drift import findings
 from kvdrift.drift.compare import compare
 from kvdrift.drift.result import Drift
 from kvdrift.errors import InputError
+from kvdrift.experiments.experiment import Experiment
 from kvdrift.models.ending import nothing_followed
 from kvdrift.runs.store import takes_store_as
 
 
-@dataclass(frozen=True)
-class PaperDrift:
+@dataclass(frozen=True, repr=False)
+class PaperDrift(Experiment):
     """One `Drift` per model, on the same prompts; made by `paper_drift`."""
 
     drifts: tuple[Drift, ...]
@@ -36,16 +36,6 @@ class PaperDrift:
     def reading(self) -> list[str]:
         """What the table says about the paper's two claims, in sentences."""
         return [_sentence(drift) for drift in self.drifts]
-
-    def summary(self) -> str:
-        """The reading as one text."""
-        return "\n".join(self.reading())
-
-    def __repr__(self) -> str:
-        return self.summary()
-
-    def _repr_html_(self) -> str:
-        return markup.listing(self.summary().splitlines())
 
 
 @takes_store_as("resume")

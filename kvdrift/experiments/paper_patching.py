@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path as FilePath
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
-from kvdrift import markup
-from kvdrift.errors import FileError, InputError
+from kvdrift.errors import InputError
+from kvdrift.experiments.experiment import Experiment, Folder
 from kvdrift.fingerprint import one_job
 from kvdrift.models.ending import nothing_followed
 from kvdrift.models.load import load
@@ -25,6 +25,7 @@ from kvdrift.patching.words import loses, nothing_written, number, plain
 from kvdrift.paths.cache_off import CacheOff
 from kvdrift.paths.cache_on import CacheOn
 from kvdrift.paths.path import Path
+from kvdrift.result import Saved
 from kvdrift.runs.store import takes_store_as
 
 CONDITIONS: dict[str, tuple[str, ...]] = {
@@ -39,8 +40,8 @@ SCHEDULES = ("one-shot", "persistent")
 DIRECTIONS = {"on_from_off": "ON ← OFF", "off_from_on": "OFF ← ON"}
 
 
-@dataclass(frozen=True)
-class PaperPatching:
+@dataclass(frozen=True, repr=False)
+class PaperPatching(Folder, Experiment):
     """Every condition of `CONDITIONS` in both schedules and both directions; made by `paper_patching`.
 
     Attributes
@@ -50,6 +51,9 @@ class PaperPatching:
     off_from_on
         Cache-OFF patched from cache-ON; None if it was not run.
     """
+
+    part: ClassVar[type[Saved]] = Sweep
+    topic: ClassVar[str] = "patching experiment"
 
     on_from_off: Sweep | None = None
     off_from_on: Sweep | None = None
@@ -85,44 +89,11 @@ class PaperPatching:
         """What the table says about the paper's inference, in sentences."""
         return [f"{words}: {sentence}" for words, sweep in self.sweeps.items() for sentence in _reading(sweep)]
 
-    def summary(self) -> str:
-        """The reading as one text."""
-        return "\n".join(self.reading())
-
     def to_dict(self) -> dict[str, Any]:
         """The table and the reading as plain data."""
         rows = self.to_dataframe().to_dict(orient="records")
         table = [{key: plain(value) for key, value in row.items()} for row in rows]
         return {"table": table, "reading": self.reading()}
-
-    def __repr__(self) -> str:
-        return self.summary()
-
-    def _repr_html_(self) -> str:
-        return markup.listing(self.summary().splitlines())
-
-    def save(self, folder: str | FilePath) -> FilePath:
-        """Write both directions into a folder, one file each."""
-        folder = FilePath(folder)
-        for name in DIRECTIONS:
-            if getattr(self, name) is not None:
-                getattr(self, name).save(folder / f"{name}.safetensors")
-        return folder
-
-    @classmethod
-    def load(cls, folder: str | FilePath) -> PaperPatching:
-        """Read what `save` wrote.
-
-        Raises
-        ------
-        FileError
-            If the folder holds neither direction, or a file is truncated or edited.
-        """
-        files = {name: FilePath(folder) / f"{name}.safetensors" for name in DIRECTIONS}
-        found = {name: Sweep.load(file) for name, file in files.items() if file.is_file()}
-        if not found:
-            raise FileError(f"{folder} holds no saved patching experiment; give the folder that `save` wrote.")
-        return cls(**found)
 
 
 CAME_BACK = 0.9

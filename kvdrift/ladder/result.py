@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from kvdrift.errors import InputError
-from kvdrift.files import load_tensors, save_tensors
-from kvdrift.ladder import words
 from kvdrift.ladder.rung import Rung
 from kvdrift.ladder.statistics import Mean, mean, ratio, upper_bound
 from kvdrift.models.architecture import Architecture
 from kvdrift.models.labels import PathInfo, Prompt
+from kvdrift.result import Result, Saved
 
 METRICS = ("kl", "kl_float32_head", "logit_l2", "logit_max", "drift", "flip", "tie")
 """What is kept of every arm, prompt and step."""
 
 
-@dataclass(frozen=True)
-class Ladder:
+@dataclass(frozen=True, repr=False)
+class Ladder(Saved, Result):
     """Cache-ON against cache-OFF in one arithmetic after another, all on the base arm's tokens.
 
     Attributes
@@ -52,6 +49,8 @@ class Ladder:
     >>> list(ladder.to_dataframe()["arm"])
     ['float64', 'float32']
     """
+
+    saved_as: ClassVar[str] = "ladder"
 
     model: PathInfo
     base: str
@@ -253,57 +252,4 @@ class Ladder:
 
     def reading(self) -> list[str]:
         """What the ladder says, in sentences."""
-        return words.reading(self)
-
-    def summary(self) -> str:
-        """A headline, one line per arm, and the reading."""
-        return words.summary(self)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The machine-readable summary that ``kvdrift falsify --json`` prints."""
-        return words.as_dict(self)
-
-    def __repr__(self) -> str:
-        return self.summary()
-
-    def _repr_html_(self) -> str:
-        return words.html(self)
-
-    # --- files
-
-    def save(self, path: str | Path) -> Path:
-        """Write everything to one safetensors file, atomically; see `load`."""
-        tensors = {name: torch.from_numpy(np.ascontiguousarray(x)) for name, x in self.arrays.items()}
-        manifest = {
-            "model": asdict(self.model),
-            "base": self.base,
-            "rungs": [asdict(rung) for rung in self.rungs],
-            "architecture": self.architecture.to_dict(),
-            "prompts": [asdict(prompt) for prompt in self.prompts],
-            "token_texts": {str(token): text for token, text in self.token_texts.items()},
-            "notes": list(self.notes),
-            "provenance": self.provenance,
-        }
-        return save_tensors(path, "ladder", tensors, manifest)
-
-    @classmethod
-    def load(cls, path: str | Path) -> Ladder:
-        """Read what `save` wrote, equal in every bit.
-
-        Raises
-        ------
-        FileError
-            If the file is missing, truncated, edited or of another kind.
-        """
-        tensors, manifest = load_tensors(path, "ladder")
-        return cls(
-            model=PathInfo.from_dict(manifest["model"]),
-            base=manifest["base"],
-            rungs=tuple(map(Rung.from_dict, manifest["rungs"])),
-            architecture=Architecture.from_dict(manifest["architecture"]),
-            prompts=tuple(map(Prompt.from_dict, manifest["prompts"])),
-            arrays={name: x.numpy() for name, x in tensors.items()},
-            token_texts={int(token): text for token, text in manifest["token_texts"].items()},
-            notes=tuple(manifest["notes"]),
-            provenance=manifest["provenance"],
-        )
+        return self._say("reading")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Literal
 
 from kvdrift.ladder.arms import UNIT_ROUNDOFF
 
@@ -57,8 +57,3 @@ class Rung:
     def unit_roundoff(self) -> float:
         """The largest relative error of rounding one number that is stored."""
         return UNIT_ROUNDOFF[self.stored]
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Read what ``dataclasses.asdict`` made, also after it went through JSON."""
-        return cls(**{**values, "kernels": tuple(values["kernels"])})

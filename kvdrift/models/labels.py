@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Self
 
 
 @dataclass(frozen=True)
@@ -17,11 +16,6 @@ class PathInfo:
     device: str
     controls: tuple[str, ...] = ()
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Read what ``dataclasses.asdict`` made, also after it went through JSON."""
-        return cls(**{**values, "controls": tuple(values["controls"])})
-
 
 @dataclass(frozen=True)
 class Prompt:
@@ -30,8 +24,3 @@ class Prompt:
     ids: tuple[int, ...]
     tokens: tuple[str, ...]
     text: str | None = None
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Read what ``dataclasses.asdict`` made, also after it went through JSON."""
-        return cls(tuple(values["ids"]), tuple(values["tokens"]), values["text"])

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from kvdrift.errors import InputError
-from kvdrift.files import load_tensors, save_tensors
 from kvdrift.models.architecture import Architecture
 from kvdrift.models.labels import PathInfo, Prompt
-from kvdrift.patching import html, words
+from kvdrift.result import Result, Saved
 
 EDGES = {
     "y10-y00": "one-token kernel instead of recompute, on cache-OFF's K/V",
@@ -34,8 +31,8 @@ PAIRS = (*EDGES, WHOLE, *PLACEBOS)
 METRICS = ("logit_l2", "kl", "identical")
 
 
-@dataclass(frozen=True)
-class Factorial:
+@dataclass(frozen=True, repr=False)
+class Factorial(Saved, Result):
     """KV state × kernel at every step: y00 = cache-OFF, y11 = cache-ON, y10 = the one-token decode kernel on
     cache-OFF's past K/V, y01 = a full recompute that reads cache-ON's K/V for the past.
 
@@ -53,6 +50,8 @@ class Factorial:
         KL(second‖first)) and ``identical`` (1 where all logits agree bit for bit), and the pairs of `EDGES`, `WHOLE`
         and `PLACEBOS`; ``fed [prompt, step]``; ``n_steps [prompt]``. Beyond ``n_steps`` floats are NaN.
     """
+
+    saved_as: ClassVar[str] = "factorial"
 
     off: PathInfo
     on: PathInfo
@@ -94,20 +93,6 @@ class Factorial:
         total = np.where(counted, self.values(pair, metric), 0.0).sum(axis=1)
         return np.divide(total, n, out=np.full(total.shape, np.nan), where=n > 0)
 
-    def summary(self) -> str:
-        """A few plain sentences that respect the plateau."""
-        return words.factorial_summary(self)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The machine-readable summary that ``kvdrift factorial --json`` prints."""
-        return words.factorial_dict(self)
-
-    def __repr__(self) -> str:
-        return self.summary()
-
-    def _repr_html_(self) -> str:
-        return html.factorial(self)
-
     def to_dataframe(self) -> Any:
         """One row per prompt, step and pair, with every metric; a `pandas.DataFrame`."""
         import pandas as pd
@@ -120,38 +105,3 @@ class Factorial:
             for pair in PAIRS
         ]
         return pd.DataFrame(rows)
-
-    def save(self, path: str | Path) -> Path:
-        """Write everything to one safetensors file, atomically; see `load`."""
-        tensors = {name: torch.from_numpy(np.ascontiguousarray(x)) for name, x in self.arrays.items()}
-        manifest = {
-            "off": asdict(self.off),
-            "on": asdict(self.on),
-            "architecture": self.architecture.to_dict(),
-            "prompts": [asdict(prompt) for prompt in self.prompts],
-            "token_texts": {str(token): text for token, text in self.token_texts.items()},
-            "notes": list(self.notes),
-            "provenance": self.provenance,
-        }
-        return save_tensors(path, "factorial", tensors, manifest)
-
-    @classmethod
-    def load(cls, path: str | Path) -> Factorial:
-        """Read what `save` wrote, equal in every bit.
-
-        Raises
-        ------
-        FileError
-            If the file is missing, truncated, edited or of another kind.
-        """
-        tensors, manifest = load_tensors(path, "factorial")
-        return cls(
-            off=PathInfo.from_dict(manifest["off"]),
-            on=PathInfo.from_dict(manifest["on"]),
-            architecture=Architecture.from_dict(manifest["architecture"]),
-            prompts=tuple(map(Prompt.from_dict, manifest["prompts"])),
-            arrays={name: x.numpy() for name, x in tensors.items()},
-            token_texts={int(token): text for token, text in manifest["token_texts"].items()},
-            notes=tuple(manifest["notes"]),
-            provenance=manifest["provenance"],
-        )

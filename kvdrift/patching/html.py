@@ -11,7 +11,7 @@ from kvdrift.patching.words import NAMES, headline
 
 if TYPE_CHECKING:
     from kvdrift.patching.factorial_result import Factorial
-    from kvdrift.patching.result import PatchResult
+    from kvdrift.patching.result import PatchResult, Sweep
 
 DISTANCE, RESTORED, FLIPS = "mean distance to the donor (centred logit L2)", "restored bit for bit", "flips"
 PAIRS = ("pair", "distance (centred logit L2)", "bit for bit equal", "what differs")
@@ -36,6 +36,11 @@ def patch(result: PatchResult) -> str:
             ]
         rows.append(row)
     return markup.block(headline(result), markup.table(rows, ("arm", *columns)), markup.listing(rest))
+
+
+def sweep(result: Sweep) -> str:
+    """The sentences of its summary."""
+    return markup.lines(result.summary())
 
 
 def factorial(result: Factorial) -> str:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any, ClassVar, Self
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from kvdrift.errors import InputError
-from kvdrift.files import load_tensors, save_tensors
 from kvdrift.models.architecture import Architecture
 from kvdrift.models.labels import PathInfo, Prompt
 from kvdrift.patching.recovery import Recovery, recovery
-from kvdrift.patching.spec import Cell, Patch
+from kvdrift.patching.spec import Cell
+from kvdrift.result import Result, Saved, table_maker
 
 SHARED_ROLES = ("unpatched", "re-roll", "full patch")
 """Arms that all cells share."""
@@ -33,8 +31,8 @@ class Arm:
     seed: int | None = None
 
 
-@dataclass(frozen=True)
-class Outcomes:
+@dataclass(frozen=True, repr=False)
+class Outcomes(Saved, Result):
     """Recipients with and without patches, each compared with the donor at every step on the donor's tokens.
 
     Attributes
@@ -72,7 +70,7 @@ class Outcomes:
         What one kind of result holds beside: `trajectories` of a patch, the axes of a sweep. Plain data.
     """
 
-    kind: ClassVar[str] = "outcomes"
+    saved_as: ClassVar[str] = "outcomes"
 
     donor: PathInfo
     recipient: PathInfo
@@ -85,7 +83,6 @@ class Outcomes:
     notes: tuple[str, ...] = ()
     provenance: dict[str, Any] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
-    _recoveries: dict[tuple[Any, ...], Recovery] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     # --- what is in here
 
@@ -172,16 +169,13 @@ class Outcomes:
         if metric not in METRICS:
             raise InputError(f"metric={metric!r}: recovery goes by {' or '.join(METRICS)}.")
         reference = against or self.reference(cell)
-        key = (cell, metric, steps, role, reference)
-        if key not in self._recoveries:  # a table and a figure ask for the same bootstraps
-            self._recoveries[key] = self._recovery(*key)
-        return self._recoveries[key]
 
-    def _recovery(self, cell: int, metric: str, steps: str, role: str, reference: str) -> Recovery:
-        power = 1 if metric == "kl" else 2
-        arm = self.values(metric, role, cell) ** power
-        others = self.values(metric, reference, cell) ** power
-        return recovery(arm, others, self.counted(cell, steps), reference)
+        def bootstrap() -> Recovery:
+            power = 1 if metric == "kl" else 2
+            arm, others = (self.values(metric, name, cell) ** power for name in (role, reference))
+            return recovery(arm, others, self.counted(cell, steps), reference)
+
+        return self._once(("recovery", cell, metric, steps, role, reference), bootstrap)
 
     def reference(self, cell: int = 0) -> str:
         """What a cell's recovery is held against: ``"placebo"``, or ``"unpatched"`` where it has none."""
@@ -264,50 +258,4 @@ class Outcomes:
         """
         from kvdrift.patching import tables
 
-        builders = {"cells": tables.cells, "steps": tables.steps}
-        if what not in builders:
-            raise InputError(f"to_dataframe({what!r}): choose one of {', '.join(builders)}.")
-        return builders[what](self)
-
-    # --- files
-
-    def save(self, path: str | Path) -> Path:
-        """Write everything to one safetensors file, atomically; see `load`."""
-        tensors = {name: torch.from_numpy(np.ascontiguousarray(x)) for name, x in self.arrays.items()}
-        manifest = {
-            "donor": asdict(self.donor),
-            "recipient": asdict(self.recipient),
-            "architecture": self.architecture.to_dict(),
-            "prompts": [asdict(prompt) for prompt in self.prompts],
-            "cells": [{"label": c.label, "patches": [p.to_dict() for p in c.patches]} for c in self.cells],
-            "arms": [asdict(arm) for arm in self.arms],
-            "token_texts": {str(token): text for token, text in self.token_texts.items()},
-            "notes": list(self.notes),
-            "provenance": self.provenance,
-            "extra": self.extra,
-        }
-        return save_tensors(path, self.kind, tensors, manifest)
-
-    @classmethod
-    def load(cls, path: str | Path) -> Self:
-        """Read what `save` wrote, equal in every bit.
-
-        Raises
-        ------
-        FileError
-            If the file is missing, truncated, edited or of another kind.
-        """
-        tensors, manifest = load_tensors(path, cls.kind)
-        return cls(
-            donor=PathInfo.from_dict(manifest["donor"]),
-            recipient=PathInfo.from_dict(manifest["recipient"]),
-            architecture=Architecture.from_dict(manifest["architecture"]),
-            prompts=tuple(map(Prompt.from_dict, manifest["prompts"])),
-            cells=tuple(Cell(c["label"], tuple(map(Patch.from_dict, c["patches"]))) for c in manifest["cells"]),
-            arms=tuple(Arm(**arm) for arm in manifest["arms"]),
-            arrays={name: x.numpy() for name, x in tensors.items()},
-            token_texts={int(token): text for token, text in manifest["token_texts"].items()},
-            notes=tuple(manifest["notes"]),
-            provenance=manifest["provenance"],
-            extra=manifest["extra"],
-        )
+        return table_maker(what, {"cells": tables.cells, "steps": tables.steps})(self)

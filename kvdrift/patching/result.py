@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from kvdrift import markup
-from kvdrift.patching import html, tables, words
+from kvdrift.patching import tables
 from kvdrift.patching.outcome import Outcomes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PatchResult(Outcomes):
     """One set of patches, its controls and its placebos, over prompts; made by `kvdrift.patch`.
 
@@ -26,36 +25,22 @@ class PatchResult(Outcomes):
     1.0
     """
 
-    kind: ClassVar[str] = "patch"
+    saved_as: ClassVar[str] = "patch"
 
     @property
     def trajectories(self) -> tuple[dict[str, tuple[int, ...]], ...]:
         """Per prompt, the token ids that donor, unpatched and patched recipient write when each feeds itself."""
         return tuple({name: tuple(ids) for name, ids in texts.items()} for texts in self.extra.get("trajectories", ()))
 
-    def summary(self) -> str:
-        """A few plain sentences: recovery, controls, what they mean together."""
-        return words.patch_summary(self)
 
-    def to_dict(self) -> dict[str, Any]:
-        """The machine-readable summary that ``kvdrift patch --json`` prints."""
-        return words.patch_dict(self)
-
-    def __repr__(self) -> str:
-        return self.summary()
-
-    def _repr_html_(self) -> str:
-        return html.patch(self)
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Sweep(Outcomes):
     """One patch at many places in turn; made by `kvdrift.sweep`.
 
     Everything of `Outcomes`, with one cell per place. ``extra["over"]`` names the axes that were swept.
     """
 
-    kind: ClassVar[str] = "sweep"
+    saved_as: ClassVar[str] = "sweep"
 
     @property
     def over(self) -> tuple[str, ...]:
@@ -91,17 +76,3 @@ class Sweep(Outcomes):
         table = tables.cells(self, metric, steps)
         chosen = table[~table["trivial"]]
         return chosen.sort_values("recovery", ascending=False, kind="stable").head(n).reset_index(drop=True)
-
-    def summary(self) -> str:
-        """A few plain sentences: the best cells, and whether they stand out from the placebos."""
-        return words.sweep_summary(self)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The machine-readable summary that ``kvdrift sweep --json`` prints."""
-        return words.sweep_dict(self)
-
-    def __repr__(self) -> str:
-        return self.summary()
-
-    def _repr_html_(self) -> str:
-        return markup.lines(self.summary())

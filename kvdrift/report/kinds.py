@@ -63,11 +63,11 @@ KINDS = (
     Kind(Drift, "cache drift", lambda drift: drift.a, drift_section.section, glossary.DRIFT, "drift", Drift.load),
     Kind(
         PatchResult, "patching", lambda result: result.recipient, patching_section.patch_section, glossary.PATCHING,
-        PatchResult.kind, PatchResult.load,
+        PatchResult.saved_as, PatchResult.load,
     ),
     Kind(
         Sweep, "patching", lambda sweep: sweep.recipient, patching_section.sweep_section, glossary.PATCHING,
-        Sweep.kind, Sweep.load,
+        Sweep.saved_as, Sweep.load,
     ),
     Kind(
         Factorial, "patching", lambda result: result.on, factorial_section.section, glossary.PATCHING,

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import psutil
 import torch
@@ -13,16 +12,16 @@ from torch import Tensor
 
 from kvdrift import markup
 from kvdrift.errors import SiteError
-from kvdrift.files import load_tensors, save_tensors
 from kvdrift.models.architecture import Architecture
 from kvdrift.models.labels import PathInfo, Prompt
+from kvdrift.result import Saved
 
 Axes = dict[str, tuple[int, ...]]
 """Axis name → the coordinate of each entry: step numbers, layer numbers, heads, absolute positions."""
 
 
 @dataclass(frozen=True)
-class Trace:
+class Trace(Saved):
     """What one path computed at chosen sites over one prompt.
 
     ``trace[site]`` is a plain tensor whose axes are, in order and absent ones left out, ``step, layer, head``
@@ -40,6 +39,9 @@ class Trace:
     path, prompt, fed, architecture, provenance
         How it was made: the path, the prompt, the token chosen after each step, the model, the environment.
     """
+
+    saved_as: ClassVar[str] = "trace"
+    in_tensors: ClassVar[tuple[str, ...]] = ("tensors", "masks")
 
     tensors: dict[str, Tensor | dict[int, Tensor]]
     coordinates: dict[str, Axes]
@@ -168,57 +170,19 @@ class Trace:
         label = model.label(prompt, model.encode(prompt))
         return cls(**from_cache(cache, model, label, None if fed is None else tuple(int(token) for token in fed)))
 
-    # --- files
+    # --- its file
 
-    def save(self, path: str | Path) -> Path:
-        """Write one safetensors file with a JSON manifest in its header, atomically.
-
-        Raises
-        ------
-        FileError
-            If it cannot be written.
-        """
-        manifest = {
-            "coordinates": self.coordinates,
-            "path": asdict(self.path),
-            "prompt": asdict(self.prompt),
-            "fed": self.fed,
-            "architecture": self.architecture.to_dict(),
-            "provenance": self.provenance,
-        }
-        return save_tensors(path, "trace", self._flat() | {f"valid/{s}": m for s, m in self.masks.items()}, manifest)
+    def _to_tensors(self) -> dict[str, Tensor]:
+        return self._flat() | {f"valid/{site}": mask for site, mask in self.masks.items()}
 
     @classmethod
-    def load(cls, path: str | Path) -> Trace:
-        """Read a trace written by `save`, equal in every bit, dtype and name.
-
-        Raises
-        ------
-        FileError
-            If the file is missing, truncated or edited.
-        """
-        flat, manifest = load_tensors(path, "trace")
-        tensors: dict[str, Any] = {}
+    def _from_tensors(cls, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) -> dict[str, Any]:
+        sites: dict[str, Any] = {}
         for site in manifest["coordinates"]:
-            by_layer = {
-                int(name.rpartition("/")[2]): tensor
-                for name, tensor in flat.items()
-                if name.startswith(f"layer/{site}/")
-            }
-            tensors[site] = dict(sorted(by_layer.items())) if by_layer else flat[f"site/{site}"]
-        return cls(
-            tensors=tensors,
-            coordinates={
-                site: {name: tuple(values) for name, values in axes.items()}
-                for site, axes in manifest["coordinates"].items()
-            },
-            masks={site: flat[f"valid/{site}"] for site in manifest["coordinates"]},
-            path=PathInfo.from_dict(manifest["path"]),
-            prompt=Prompt.from_dict(manifest["prompt"]),
-            fed=tuple(manifest["fed"]),
-            architecture=Architecture.from_dict(manifest["architecture"]),
-            provenance=manifest["provenance"],
-        )
+            prefix = f"layer/{site}/"
+            by_layer = {int(n.removeprefix(prefix)): x for n, x in tensors.items() if n.startswith(prefix)}
+            sites[site] = dict(sorted(by_layer.items())) if by_layer else tensors[f"site/{site}"]
+        return {"tensors": sites, "masks": {site: tensors[f"valid/{site}"] for site in sites}}
 
     def _flat(self) -> dict[str, Tensor]:
         flat: dict[str, Tensor] = {}

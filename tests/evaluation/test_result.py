@@ -178,7 +178,7 @@ def test_the_table_of_items(found):
 
 
 def test_another_table_is_refused(found):
-    with pytest.raises(InputError, match="choose 'conditions', 'trials' or 'items'"):
+    with pytest.raises(InputError, match="choose one of conditions, trials, items"):
         found.to_dataframe("rows")
 
 

@@ -10,6 +10,7 @@ from kvdrift.errors import NonFiniteError
 from kvdrift.evaluation.records import ItemRecord
 from kvdrift.evaluation.task import Item, Scored
 from kvdrift.evaluation.trial import ItemRunner, Plan
+from kvdrift.plain import from_plain
 
 PROMPT = "w011 w002 w003 w004 w005 w301 w042 w017 w123 w200 w077"  # longer than the windows of 8
 IDS = [int(word[1:]) for word in PROMPT.split()]
@@ -44,7 +45,7 @@ def plan(**changes):
 
 def record(model, item=None, **changes):
     item = Item("q", PROMPT) if item is None else item
-    return ItemRecord.from_dict(ItemRunner(model, plan(**changes))(item))
+    return from_plain(ItemRecord, ItemRunner(model, plan(**changes))(item))
 
 
 def by_hand(model, path, ids, strategy, steps, seed=0, item="q", controls=None):

@@ -82,7 +82,7 @@ def test_the_tables_say_what_the_drifts_say(found):
         assert arm["first"] == pytest.approx(rows[:, 0].mean(), rel=1e-14)
         whole = rows[:, -1] if of == "drift" else rows.sum(axis=1)
         assert arm["first_share"] == pytest.approx((rows[:, 0] / whole).mean(), rel=1e-12)
-    with pytest.raises(InputError, match="choose arms or layers"):
+    with pytest.raises(InputError, match="choose one of arms, layers"):
         found.to_dataframe("heads")
 
 

@@ -1,0 +1,149 @@
+"""What every result has: a file that gives back each bit, and words that are asked for elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvdrift.errors import InputError
+from kvdrift.files import load_tensors, save_tensors
+from kvdrift.plain import fields_from_plain, to_plain
+
+T = TypeVar("T")
+
+
+class Words(NamedTuple):
+    """The functions that say a result as text, as plain data, as HTML, and as sentences: each ``module:name``."""
+
+    summary: str
+    as_dict: str
+    html: str
+    reading: str = ""
+
+
+WORDS = {
+    "Drift": Words("drift.summary:text", "drift.summary:as_dict", "drift.summary:html"),
+    "Evaluation": Words(*(f"evaluation.words:{name}" for name in ("summary", "as_dict", "html", "reading"))),
+    "Factorial": Words("patching.words:factorial_summary", "patching.words:factorial_dict", "patching.html:factorial"),
+    "Ladder": Words(*(f"ladder.words:{name}" for name in ("summary", "as_dict", "html", "reading"))),
+    "PatchResult": Words("patching.words:patch_summary", "patching.words:patch_dict", "patching.html:patch"),
+    "Sweep": Words("patching.words:sweep_summary", "patching.words:sweep_dict", "patching.html:sweep"),
+}
+"""Kind of result → what says it. Loaded when a result is first asked, so that no result imports its words."""
+
+
+class Result:
+    """Base of the results that are frozen dataclasses: their words, and what is worked out once and kept.
+
+    Make subclasses with ``repr=False``: a result prints its summary.
+    """
+
+    def summary(self) -> str:
+        """What was measured, in plain sentences."""
+        return self._say("summary")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The machine-readable summary that the command line prints with ``--json``."""
+        return self._say("as_dict")
+
+    def __repr__(self) -> str:
+        return self.summary()
+
+    def _repr_html_(self) -> str:
+        return self._say("html")
+
+    def _say(self, how: str) -> Any:
+        """Ask the table of words."""
+        words = next(WORDS[base.__name__] for base in type(self).__mro__ if base.__name__ in WORDS)
+        module, _, name = getattr(words, how).partition(":")
+        return getattr(import_module(f"kvdrift.{module}"), name)(self)
+
+    # --- kept beside the fields, and no part of the result
+
+    @cached_property
+    def _kept(self) -> dict[Any, Any]:
+        return {}
+
+    def _once(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
+        """What ``make`` gives, worked out once for each key (each time for one that cannot be hashed)."""
+        try:
+            hash(key)
+        except TypeError:
+            return make()
+        if key not in self._kept:
+            self._kept[key] = make()
+        return self._kept[key]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+
+
+class Saved:
+    """Base of frozen dataclasses that are kept as one file: safetensors, with a JSON manifest in its header."""
+
+    saved_as: ClassVar[str]
+    """The ``kind`` in the header; a file of another kind is refused."""
+    in_tensors: ClassVar[tuple[str, ...]] = ("arrays",)
+    """The fields that are no part of the manifest."""
+
+    def save(self, path: str | Path) -> Path:
+        """Write everything to one safetensors file with a JSON manifest in its header, atomically; see `load`.
+
+        Raises
+        ------
+        FileError
+            If it cannot be written.
+        """
+        return save_tensors(path, self.saved_as, *self._to_parts())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read what `save` wrote, equal in every bit, dtype and name.
+
+        Raises
+        ------
+        FileError
+            If the file is missing, truncated, edited or of another kind.
+        """
+        return cls._from_parts(*load_tensors(path, cls.saved_as))
+
+    def _to_parts(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Tensors by name, and the manifest."""
+        kept = [field.name for field in fields(self) if field.init and field.name not in self.in_tensors]  # type: ignore[arg-type]
+        return self._to_tensors(), {name: to_plain(getattr(self, name)) for name in kept}
+
+    @classmethod
+    def _from_parts(cls, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) -> Self:
+        values = fields_from_plain(cls, manifest, without=cls.in_tensors)
+        return cls(**cls._from_tensors(tensors, manifest), **values)
+
+    def _to_tensors(self) -> dict[str, Tensor]:
+        """The fields of `in_tensors` as named tensors."""
+        arrays: Mapping[str, np.ndarray] = getattr(self, "arrays")  # noqa: B009
+        return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
+
+    @classmethod
+    def _from_tensors(cls, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields of `in_tensors` again."""
+        return {"arrays": {name: tensor.numpy() for name, tensor in tensors.items()}}
+
+
+def table_maker(what: str, makers: Mapping[str, Callable[[Any], Any]]) -> Callable[[Any], Any]:
+    """The function behind ``to_dataframe(what)``.
+
+    Raises
+    ------
+    InputError
+        If there is no such table.
+    """
+    if what not in makers:
+        raise InputError(f"to_dataframe({what!r}): choose one of {', '.join(makers)}.")
+    return makers[what]

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import chain, repeat
-from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import WeakSet
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
-from transformers import Cache, DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
+from transformers import Cache
 
 from kvdrift.backends.cache_state import first_positions, length, refuse_full, refuse_offloading
 from kvdrift.backends.manner import check_manner
 from kvdrift.controls import Control
-from kvdrift.errors import InputError, SiteError, StaleCacheError
-from kvdrift.fingerprint import first_in_job
+from kvdrift.errors import InputError
 from kvdrift.models.load import load
+from kvdrift.paths.chunks import chunk_lengths, chunks
+from kvdrift.paths.entries import overwrite, stored
 from kvdrift.paths.execution import Execution
+from kvdrift.paths.filled import check_fits, emptied, holds_state, mark_used, refuse_used, stale
 from kvdrift.paths.forking import forked
+from kvdrift.paths.key_positions import told_or_matched
 from kvdrift.paths.loss import Declared, as_losses
 from kvdrift.paths.path import Path, Step
-from kvdrift.paths.prefix import Prefix, check_fits, holds_state
+from kvdrift.paths.prefix import Prefix
 from kvdrift.paths.written import Written, keeps_all
-from kvdrift.tracing.writer import Index, as_index, shifted, write_at
+from kvdrift.tracing.writer import Index, shifted
 
 if TYPE_CHECKING:
     from kvdrift.models.model import Model
@@ -89,7 +89,7 @@ class CacheOn:
 
     def __post_init__(self) -> None:
         check_manner(self.call)
-        object.__setattr__(self, "prefill_chunk", _chunk_lengths(self.prefill_chunk))
+        object.__setattr__(self, "prefill_chunk", chunk_lengths(self.prefill_chunk))
         object.__setattr__(self, "lossy", as_losses(self.lossy))
         if self.left_padding < 0:
             raise InputError(f"left_padding={self.left_padding}: give a number of tokens, 0 for none.")
@@ -242,7 +242,7 @@ class CacheOnRun:
         if (token is None) == self._begun:
             raise InputError("The first step takes no token, every later one takes the token to consume.")
         if token is None and (now := length(self.cache)) != self._length:  # another run that has begun shares it
-            raise _stale(now)
+            raise stale(now)
         return self._consume(self._chunks()) if token is None else self._go_on([token])
 
     def extend(self, tokens: Sequence[int]) -> Step:
@@ -347,19 +347,7 @@ class CacheOnRun:
         SiteError
             If the layer has no cache of its own, or one whose entries cannot be told apart by position.
         """
-        kinds = self.cache.layers
-        if layer >= len(kinds) or type(kinds[layer]) not in (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer):
-            kind = type(kinds[layer]).__name__ if layer < len(kinds) else "no cache of its own"
-            raise SiteError(f"The entries of layer {layer} ({kind}) cannot be overwritten; use write='read'.")
-        start = int(self.cache.get_mask_sizes(1, layer)[1]) - self.path.left_padding
-        stored: Tensor | None = getattr(kinds[layer], "keys", None)
-        n_stored = 0 if stored is None else stored.shape[2]
-        if self._begun and n_stored < self._consumed - start:
-            raise SiteError(
-                f"The cache of layer {layer} has evicted entries ({n_stored} of {self._consumed - start} are left), so "
-                "that none can be overwritten by position; use write='read'."
-            )
-        return range(start, self._consumed)
+        return stored(self.cache, layer, self._consumed, self.path.left_padding, self._begun)
 
     def overwrite(self, layer: int, name: str, heads: Index, positions: Sequence[int], value: Tensor) -> None:
         """Put other values into the cache, where they stay.
@@ -382,17 +370,8 @@ class CacheOnRun:
         SiteError
             If the layer's entries cannot be overwritten, or are stored in another shape than the kernel reads.
         """
-        start, kind = self.held(layer).start, self.cache.layers[layer]
-        attribute = "keys" if name == "k" else "values"
-        before: Tensor = getattr(kind, attribute)
-        slots = as_index(shifted(positions, -start))
-        target = before if isinstance(kind, StaticLayer) else before.clone()  # a fork may share the others' memory
-        if target[:, heads][:, :, slots].shape != value.shape:
-            raise SiteError(
-                f"The cache of layer {layer} stores {name!r} in another shape than the kernel reads; use write='read'."
-            )
-        write_at(target, heads, slots, value)
-        setattr(kind, attribute, target)
+        slots = shifted(positions, -self.held(layer).start)
+        overwrite(self.cache, layer, name, heads, slots, value)
         self.overwritten = True
 
     def again(self) -> CacheOnRun:
@@ -419,17 +398,8 @@ class CacheOnRun:
             self._execution = Execution(self.model, self.attn, controls, self.path.call)
 
     def _chunks(self) -> list[list[int]]:
-        done = max(self._consumed, 0)
-        tokens = [*self._padding(), *self._prompt[done:]]
-        given, chunks = self.path.prefill_chunk, []
-        sizes = repeat(given) if isinstance(given, int) else iter(given or ())
-        first = [self._first_pass] if self._first_pass else []
-        for size in chain(first, sizes):
-            if not tokens:
-                break
-            chunks.append(tokens[:size])
-            tokens = tokens[size:]
-        return [*chunks, tokens] if tokens else chunks
+        tokens = [*self._padding(), *self._prompt[max(self._consumed, 0) :]]
+        return chunks(tokens, self.path.prefill_chunk, self._first_pass)
 
     def _padding(self) -> list[int]:
         token = getattr(self.model.hf.config, "pad_token_id", None)
@@ -445,7 +415,7 @@ class CacheOnRun:
         reads, as a list); otherwise they are found among the entries that it was given. Where they cannot be told,
         all are negative, and `evicted` says why.
         """
-        found = self._told_or_found(layer, n_keys)
+        found = self._told_or_matched(layer, n_keys)
         if found is not None:
             return range(-n_keys, 0) if isinstance(found, str) else found
         offset = self._key_offsets.get(layer, max(self._end - n_keys, 0))
@@ -454,24 +424,12 @@ class CacheOnRun:
 
     def evicted(self, layer: int, n_keys: int) -> str | None:
         """Why the positions of the keys that ``layer`` reads in the latest pass cannot be told; None if they can."""
-        found = self._told_or_found(layer, n_keys)
+        found = self._told_or_matched(layer, n_keys)
         return found if isinstance(found, str) else None
 
-    def _told_or_found(self, layer: int, n_keys: int) -> Sequence[int] | str | None:
-        """Positions as the cache tells them, or as they were found; a sentence if neither; None if none are missing."""
-        tells = getattr(self.cache, "positions", None)
-        if callable(tells) and not keeps_all(self.cache):
-            told = list(tells(layer))
-            if told and not isinstance(told[0], int):
-                if any(list(head) != list(told[0]) for head in told):
-                    return "the cache has evicted entries, other ones in each head"
-                told = list(told[0])
-            if len(told) != n_keys:
-                return f"the cache tells {len(told)} positions where {n_keys} keys are read"
-            return told
-        if self.written is None or self._key_offsets.get(layer, 0) + n_keys == self._end:
-            return None  # nothing is missing, or a window slides, as the cache itself tells
-        return self.written.positions(layer, n_keys)
+    def _told_or_matched(self, layer: int, n_keys: int) -> Sequence[int] | str | None:
+        consecutive = self._key_offsets.get(layer, 0) + n_keys == self._end
+        return told_or_matched(self.cache, self.written, layer, n_keys, consecutive)
 
 
 def for_copy(path: Path, model: Model | None, ids: Sequence[int] = ()) -> Path:
@@ -488,74 +446,3 @@ def for_copy(path: Path, model: Model | None, ids: Sequence[int] = ()) -> Path:
     """
     remade = path.anew(path.holds(ids)) if isinstance(path, CacheOn) else path
     return remade if path.model is None else replace(remade, model=model)  # type: ignore[type-var]
-
-
-# --- caches that hold tokens when a run begins
-
-_USED: WeakSet[object] = WeakSet()
-"""Caches, and layers of caches, that a run has written to."""
-
-
-def mark_used(cache: Cache) -> None:
-    """Remember that a run writes to this cache."""
-    _USED.update([cache, *getattr(cache, "layers", ())])
-
-
-def refuse_used(factory: Callable[[], Cache], cache: Cache) -> None:
-    """Refuse a cache that another run has written to, or that holds more than the factory's first one in this job did.
-
-    Raises
-    ------
-    StaleCacheError
-        If it is not a new one.
-    """
-    held = length(cache)
-    grown = held > first_in_job(factory, held)
-    if grown or (held and any(one in _USED for one in (cache, *getattr(cache, "layers", ())))):
-        raise _stale(held)
-
-
-def _stale(held: int) -> StaleCacheError:
-    return StaleCacheError(
-        f"A new run's cache holds {held} tokens of an earlier run: cache= must make a new one at every call."
-    )
-
-
-def emptied(cache: Cache, make: Callable[[], Cache]) -> Cache:
-    """A cache of the same kind that holds nothing.
-
-    Raises
-    ------
-    InputError
-        If there is no way to get one.
-    """
-    if type(cache) is DynamicCache:
-        return make()
-    for empty in (lambda: cache.crop(-length(cache)), cache.reset):
-        with suppress(RuntimeError, NotImplementedError, AttributeError, ValueError):
-            empty()
-        if not length(cache):
-            return cache
-    raise InputError(
-        f"This prefix is in a {type(cache).__name__} that cannot be emptied, and is to be computed in another "
-        "arithmetic: give it as prefix=, and cache= for empty ones."
-    )
-
-
-def _chunk_lengths(given: Any) -> int | tuple[int, ...] | None:
-    """Read ``prefill_chunk``.
-
-    Raises
-    ------
-    InputError
-        If it is no length, and no list of lengths.
-    """
-    if given is None:
-        return None
-    lengths: list[Any] = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
-    if not lengths or not all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in lengths):
-        raise InputError(
-            f"prefill_chunk={given!r}: chunks hold at least one token; give a length, or a list of the lengths of the "
-            "first passes."
-        )
-    return tuple(map(int, lengths)) if isinstance(given, Iterable) else int(given)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any
@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, cache_utils
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
 from kvdrift.backends.cache_state import length
 from kvdrift.errors import FileError, InputError
 from kvdrift.files import load_tensors, save_tensors
 from kvdrift.models.load import load as load_model
+from kvdrift.paths.cache_values import moved, packed, state, unpacked
+from kvdrift.paths.filled import check_fits, counts
 from kvdrift.settings import settings_of
 
 if TYPE_CHECKING:
@@ -161,10 +162,10 @@ class Prefix:
                 f"{model.name} in {model.dtype_name}, {model.fingerprint}); make it anew with kd.Prefix.make."
             )
         check_fits(model, self.cache)
-        cache = copied(self.cache)
+        cache = copy.deepcopy(self.cache)  # down to the tensors of layers that write in place
         if model.device.type != "cpu":
             for layer in cache.layers:
-                vars(layer).update({name: _moved(value, model.device) for name, value in vars(layer).items()})
+                vars(layer).update({name: moved(value, model.device) for name, value in vars(layer).items()})
         return cache
 
     def verify(self, model: Any) -> Prefix:
@@ -182,7 +183,7 @@ class Prefix:
             raise InputError("This prefix does not know its tokens, or has no cache to verify.")
         fresh = Prefix.make(model, list(self.tokens))
         self.start(load_model(model, quiet=True))
-        mine, theirs = _state(self.cache), _state(fresh.cache)
+        mine, theirs = state(self.cache), state(fresh.cache)
         for name in dict.fromkeys((*mine, *theirs)):
             x, y = mine.get(name), theirs.get(name)
             if settings_of(x) != settings_of(y) and name.partition(".")[2] != "device":
@@ -225,8 +226,8 @@ class Prefix:
                     f"Layer {number} of this prefix is a {kind.__name__} of another package and cannot be saved; keep "
                     "the tokens and make it anew."
                 )
-            state = {name: _packed(f"{number}.{name}", value, tensors) for name, value in vars(layer).items()}
-            layers.append({"kind": kind.__name__, "state": state})
+            values = {name: packed(f"{number}.{name}", value, tensors) for name, value in vars(layer).items()}
+            layers.append({"kind": kind.__name__, "state": values})
         manifest = {
             "tokens": None if self.tokens is None else list(self.tokens), "layers": layers, "model": self.model,
             "weights": self.weights, "dtype": self.dtype,
@@ -252,102 +253,8 @@ class Prefix:
                     "the prefix anew."
                 )
             layer = kind.__new__(kind)
-            vars(layer).update({name: _unpacked(value, tensors) for name, value in told["state"].items()})
+            vars(layer).update({name: unpacked(value, tensors) for name, value in told["state"].items()})
             cache.layers.append(layer)
         tokens = manifest["tokens"]
         names = ("model", "weights", "dtype")
         return cls(None if tokens is None else tuple(tokens), cache, *(manifest[name] for name in names))
-
-
-def counts(cache: Cache) -> bool:
-    """Whether a filled cache knows how many tokens it has taken in: not one of recurrent states alone (Mamba)."""
-    try:
-        cache.get_seq_length()
-    except ValueError:  # as transformers says it
-        return False
-    return True
-
-
-def holds_state(cache: Cache) -> bool:
-    """Whether a cache of recurrent states alone, which counts no tokens, holds any."""
-    if counts(cache):
-        return False
-    tensors: dict[str, Tensor] = {}
-    for name, value in _state(cache).items():
-        _packed(name, value, tensors)
-    return any(value.dim() > 1 and bool(value.any()) for value in tensors.values())
-
-
-def check_fits(model: Model, cache: Any) -> None:
-    """Refuse a filled cache whose entries are of another dtype or shape than the model's.
-
-    Raises
-    ------
-    InputError
-        With the first such layer.
-    """
-    infos = model.architecture.layers
-    for number, layer in enumerate(getattr(cache, "layers", ())):
-        keys = getattr(layer, "keys", None)
-        plain = type(layer) in (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer)
-        if not plain or not isinstance(keys, Tensor) or not keys.numel() or number >= len(infos):
-            continue
-        if keys.dtype != model.dtype:
-            raise InputError(
-                f"The prefix is in {str(keys.dtype).removeprefix('torch.')}, {model.name} in {model.dtype_name}; make "
-                "it with this model."
-            )
-    if len(cache.layers) > len(infos):
-        raise InputError(
-            f"The prefix has {len(cache.layers)} layers and {model.name} has {len(infos)}; make it with this model."
-        )
-
-
-def copied(cache: Cache) -> Cache:
-    """A copy of its own, down to the tensors of layers that write in place."""
-    return copy.deepcopy(cache)
-
-
-def _state(cache: Any) -> dict[str, Any]:
-    """Everything that the layers of a cache hold, by layer and name."""
-    return {f"{n}.{name}": value for n, layer in enumerate(cache.layers) for name, value in vars(layer).items()}
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    """A value whose tensors on the CPU, such as those of a loaded prefix, are on another device."""
-    if isinstance(value, Tensor):
-        return value.to(device) if value.device.type == "cpu" else value
-    if isinstance(value, torch.device):
-        return device if value.type == "cpu" else value
-    return {key: _moved(part, device) for key, part in value.items()} if isinstance(value, dict) else value
-
-
-def _packed(name: str, value: Any, tensors: dict[str, Tensor]) -> Any:
-    """A value as JSON holds it; tensors go to ``tensors`` under a name."""
-    if isinstance(value, Tensor):
-        tensors[name] = value
-        return {"tensor": name}
-    if isinstance(value, (torch.dtype, torch.device)):
-        return {type(value).__name__: str(value).removeprefix("torch.")}
-    if isinstance(value, Mapping):
-        return {"mapping": [[key, _packed(f"{name}.{key}", part, tensors)] for key, part in value.items()]}
-    if isinstance(value, (list, tuple)):
-        return {type(value).__name__: [_packed(f"{name}.{n}", part, tensors) for n, part in enumerate(value)]}
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    raise InputError(f"This prefix's {name} is a {type(value).__name__}, which cannot be saved; make the prefix anew.")
-
-
-def _unpacked(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    if not isinstance(value, dict):
-        return value
-    ((kind, content),) = value.items()
-    if kind == "tensor":
-        return tensors[content]
-    if kind == "dtype":
-        return getattr(torch, content)
-    if kind == "device":
-        return torch.device("cpu")
-    if kind == "mapping":
-        return {key: _unpacked(part, tensors) for key, part in content}
-    return {"list": list, "tuple": tuple}[kind](_unpacked(part, tensors) for part in content)

@@ -9,7 +9,6 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
@@ -18,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvdrift.controls.combine import ATTENTION_KERNEL
 from kvdrift.controls.scope import Scope
 from kvdrift.errors import InputError, ModelError
+from kvdrift.models.model import Model
 
 BACKENDS = {
     "math": SDPBackend.MATH,
@@ -73,8 +73,8 @@ class SdpaBackend:
         """``"sdpa NAME"``."""
         return f"sdpa {self.name}"
 
-    def bind(self, module: nn.Module) -> Scope:
-        """Prepare the forward passes of ``module``."""
+    def bind(self, model: Model) -> Scope:
+        """Prepare the forward passes of ``model``."""
 
         def enter(stack: ExitStack) -> None:
             mode = _Watch(self.name, Counter())
@@ -110,8 +110,8 @@ class WatchSdpa:
         """``"watched sdpa"``."""
         return "watched sdpa"
 
-    def bind(self, module: nn.Module) -> Scope:
-        """Prepare the forward passes of ``module``."""
+    def bind(self, model: Model) -> Scope:
+        """Prepare the forward passes of ``model``."""
 
         def enter(stack: ExitStack) -> None:
             stack.enter_context(_Watch(None, self.ran))

@@ -8,13 +8,13 @@ from functools import partial
 from typing import ClassVar
 
 import torch
-from torch import nn
 
 from kvdrift.controls.combine import ATTENTION_PRECISION
 from kvdrift.controls.scope import Scope
 from kvdrift.controls.true_float32 import TrueFloat32
 from kvdrift.controls.upcast import WideAttention
 from kvdrift.errors import ModelError
+from kvdrift.models.model import Model
 from kvdrift.tracing.seam import seam
 
 
@@ -46,15 +46,15 @@ class AttentionFloat32:
         """``"attention in float32"``."""
         return "attention in float32"
 
-    def bind(self, module: nn.Module) -> Scope:
-        """Prepare the forward passes of ``module``."""
-        exact = TrueFloat32().bind(module)
+    def bind(self, model: Model) -> Scope:
+        """Prepare the forward passes of ``model``."""
+        exact = TrueFloat32().bind(model)
 
         def enter(stack: ExitStack) -> None:
             link = WideAttention(torch.float32)
             stack.push(partial(_check, link))
             stack.enter_context(exact)
-            stack.enter_context(seam(module, link))
+            stack.enter_context(seam(model.hf, link))
 
         return Scope(enter)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Protocol, Self
 
-from torch import nn
+from kvdrift.models.model import Model
 
 
 class Bound(Protocol):
-    """A control bound to one module: a context manager that can be entered again and again.
+    """A control bound to one model: a context manager that can be entered again and again.
 
-    Inside the context the module's forward passes are executed under the control. What the control keeps
+    Inside the context the model's forward passes are executed under the control. What the control keeps
     between two passes (copies of weights, say) is freed by `close`, or when the object goes away.
     """
 
@@ -43,6 +43,6 @@ class Control(Protocol):
         """A short name for figures and tables, such as ``"re-roll 3"``."""
         ...
 
-    def bind(self, module: nn.Module) -> Bound:
-        """Prepare the control for the forward passes of ``module``."""
+    def bind(self, model: Model) -> Bound:
+        """Prepare the control for the forward passes of ``model``; every run and every fork of a run asks for it."""
         ...

@@ -71,13 +71,13 @@ class FixedShape:
         """``"fixed shape MAX_LENGTH"``."""
         return f"fixed shape {self.max_length}"
 
-    def bind(self, module: nn.Module) -> BoundFixedShape:
-        """Prepare the forward passes of ``module``."""
-        return BoundFixedShape(self, module)
+    def bind(self, model: Model) -> BoundFixedShape:
+        """Prepare the forward passes of ``model``."""
+        return BoundFixedShape(self, model)
 
 
 class BoundFixedShape(Scope):
-    """Fixed shape bound to one module: enter it around forward passes.
+    """Fixed shape bound to one model: enter it around forward passes.
 
     Every PyTorch operation of this thread inside the context is run on tiles, so nothing but forward passes
     belongs there. Entering it inside itself changes nothing more.
@@ -90,10 +90,10 @@ class BoundFixedShape(Scope):
         The mode that runs row-wise operators on tiles.
     """
 
-    def __init__(self, control: FixedShape, module: nn.Module) -> None:
+    def __init__(self, control: FixedShape, model: Model) -> None:
         self.control = control
         self.tiles = RowTiles(control.tile)
-        self._model = Model(module)
+        self._model = model
         self._attention = FixedAttention(self._model, control.max_length, self.tiles)
         super().__init__(self._put_in_place)
 
@@ -130,7 +130,7 @@ def fixed_shape(model: Any, max_length: int, tile: int = 16) -> Iterator[BoundFi
     >>> torch.equal(alone, beside)
     True
     """
-    bound = FixedShape(max_length, tile).bind(load(model, quiet=True).hf)
+    bound = FixedShape(max_length, tile).bind(load(model, quiet=True))
     try:
         with bound:
             yield bound

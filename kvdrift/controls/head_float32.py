@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from kvdrift.controls.combine import HEAD_PRECISION
 from kvdrift.controls.scope import Scope
@@ -45,12 +45,12 @@ class HeadFloat32:
         """``"LM head in float32"``."""
         return "LM head in float32"
 
-    def bind(self, module: nn.Module) -> Scope:
-        """Prepare the forward passes of ``module``; the float32 weight is kept until the result is closed."""
-        head = Model(module).tree.head
+    def bind(self, model: Model) -> Scope:
+        """Prepare the forward passes of ``model``; the float32 weight is kept until the result is closed."""
+        head = model.tree.head
         if head is None or not any(weight.dtype in HALVES for weight in head.parameters()):
             raise ModelError("This model has no LM head in half precision, so there is none to run in float32.")
-        exact, copies = TrueFloat32().bind(module), WeightCopies(head)
+        exact, copies = TrueFloat32().bind(model), WeightCopies(head)
 
         def cast(weight: Tensor) -> Tensor:
             return copies.get(weight, 0, lambda tensor, _: tensor.float())

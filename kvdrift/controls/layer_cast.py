@@ -6,8 +6,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import nn
-
 from kvdrift.controls.combine import ATTENTION_PRECISION, HEAD_PRECISION, PRODUCT_PRECISION
 from kvdrift.controls.scope import Scope
 from kvdrift.controls.true_float32 import TrueFloat32
@@ -47,18 +45,17 @@ class LayerCast:
         """``"LayerCast"``."""
         return "LayerCast"
 
-    def bind(self, module: nn.Module) -> Scope:
-        """Prepare the forward passes of ``module``."""
-        if not any(weight.dtype in HALVES for weight in module.parameters()):
+    def bind(self, model: Model) -> Scope:
+        """Prepare the forward passes of ``model``."""
+        if not any(weight.dtype in HALVES for weight in model.hf.parameters()):
             raise InputError("LayerCast casts 16-bit weights, and this model has none; load it in bfloat16 or float16.")
-        exact = TrueFloat32().bind(module)
-        blocks = list(Model(module).tree.blocks)
-        inside = {id(part) for block in blocks for part in block.modules()}
-        outside = [part for part in module.modules() if id(part) not in inside and (part._parameters or part._buffers)]
+        exact = TrueFloat32().bind(model)
+        around = [part for part in model.hf.modules() if id(part) not in model.layer_of]
+        outside = [part for part in around if part._parameters or part._buffers]
 
         def enter(stack: ExitStack) -> None:
             stack.enter_context(exact)
-            for block in blocks:
+            for block in model.tree.blocks:
                 run_in_float32(stack, block, whole=True)
             for part in outside:
                 run_in_float32(stack, part, whole=False)

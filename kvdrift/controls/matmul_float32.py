@@ -8,7 +8,6 @@ from functools import partial
 from typing import ClassVar
 
 import torch
-from torch import nn
 
 from kvdrift.controls.combine import PRODUCT_PRECISION
 from kvdrift.controls.operators import GROUPED, by_operator
@@ -17,6 +16,7 @@ from kvdrift.controls.true_float32 import TrueFloat32
 from kvdrift.controls.upcast import WideOperators
 from kvdrift.controls.weight_copies import WeightCopies
 from kvdrift.errors import ModelError
+from kvdrift.models.model import Model
 
 PRODUCTS = ("mm", "bmm", "mv", "dot", "addmm", "addmv", "baddbmm", "addbmm", "_addmm_activation", *GROUPED)
 
@@ -50,9 +50,9 @@ class MatmulFloat32:
         """``"products in float32"``."""
         return "products in float32"
 
-    def bind(self, module: nn.Module) -> Scope:
-        """Prepare the forward passes of ``module``; float32 weights are kept until the result is closed."""
-        exact, copies = TrueFloat32().bind(module), WeightCopies(module)
+    def bind(self, model: Model) -> Scope:
+        """Prepare the forward passes of ``model``; float32 weights are kept until the result is closed."""
+        exact, copies = TrueFloat32().bind(model), WeightCopies(model.hf)
 
         def enter(stack: ExitStack) -> None:
             mode = WideOperators(by_operator({name: name for name in PRODUCTS}), torch.float32, copies)

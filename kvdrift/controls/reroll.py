@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvdrift.controls.operators import GROUPED, Groups, arguments_of, by_operator
 from kvdrift.controls.weight_copies import WeightCopies
+from kvdrift.models.model import Model
 
 
 @dataclass(frozen=True)
@@ -62,14 +63,14 @@ class ReRoll:
         """``"re-roll SEED"``."""
         return f"re-roll {self.seed}"
 
-    def bind(self, module: nn.Module) -> BoundReRoll:
-        """Prepare the forward passes of ``module``; reordered weights are kept until the result is closed."""
-        return BoundReRoll(self.seed, module)
+    def bind(self, model: Model) -> BoundReRoll:
+        """Prepare the forward passes of ``model``; reordered weights are kept until the result is closed."""
+        return BoundReRoll(self.seed, model.hf)
 
     @contextmanager
     def applied(self, module: nn.Module) -> Iterator[BoundReRoll]:
         """Re-roll what ``module`` computes inside the ``with`` block, and free everything at its end."""
-        bound = self.bind(module)
+        bound = BoundReRoll(self.seed, module)
         try:
             with bound:
                 yield bound

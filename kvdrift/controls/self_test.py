@@ -87,7 +87,7 @@ def self_test(model: Any, control: FixedShape | None = None, seed: int = 0) -> l
     tokens = torch.randint(model.vocab_size, (1, n_tokens), generator=generator)
     seen = _Seen()
     with torch.no_grad(), model.evaluating():
-        with control.bind(model.hf) as bound:
+        with control.bind(model) as bound:
             with _watched(bound, seen):
                 whole = _blocks(model, tokens)
             prefixes = {n: _blocks(model, tokens[:, :n]) for n in PREFIXES if n < n_tokens}

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from kvdrift.controls.scope import Scope
 from kvdrift.errors import ModelError
+from kvdrift.models.model import Model
 
 _SIZE = 128
 
@@ -33,7 +33,7 @@ class TrueFloat32:
     --------
     >>> import kvdrift as kd
     >>> from kvdrift.controls.true_float32 import TrueFloat32
-    >>> with TrueFloat32().bind(kd.models.tiny("llama")):
+    >>> with TrueFloat32().bind(kd.load(kd.models.tiny("llama"), quiet=True)):
     ...     torch.backends.cuda.matmul.allow_tf32
     False
     """
@@ -43,9 +43,9 @@ class TrueFloat32:
         """``"true float32"``."""
         return "true float32"
 
-    def bind(self, module: nn.Module) -> Scope:
-        """Prepare the forward passes of ``module``."""
-        device = next((weight.device for weight in module.parameters() if not weight.is_meta), torch.device("cpu"))
+    def bind(self, model: Model) -> Scope:
+        """Prepare the forward passes of ``model``."""
+        device = next((weight.device for weight in model.hf.parameters() if not weight.is_meta), torch.device("cpu"))
         checked: list[bool] = []
 
         def enter(stack: ExitStack) -> None:

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import nn
 
 from kvdrift.controls.combine import ATTENTION_PRECISION, HEAD_PRECISION, PRODUCT_PRECISION
 from kvdrift.controls.precision import promote_float32
 from kvdrift.controls.scope import Scope
 from kvdrift.errors import InputError
+from kvdrift.models.model import Model
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class TrueFloat64:
         """``"true float64"``."""
         return "true float64"
 
-    def bind(self, module: nn.Module) -> Scope:
-        """Prepare the forward passes of ``module``."""
-        if not all(weight.dtype == torch.float64 for weight in module.parameters() if weight.is_floating_point()):
+    def bind(self, model: Model) -> Scope:
+        """Prepare the forward passes of ``model``."""
+        if not all(weight.dtype == torch.float64 for weight in model.hf.parameters() if weight.is_floating_point()):
             raise InputError(
                 "TrueFloat64 promotes what a float64 model casts down; this model's weights are not float64."
             )

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import nn
 
 from kvdrift.controls.combine import ATTENTION_PRECISION, PRODUCT_PRECISION
 from kvdrift.controls.matmul_float32 import PRODUCTS
@@ -16,6 +15,7 @@ from kvdrift.controls.scope import Scope
 from kvdrift.controls.upcast import WideAttention, WideOperators
 from kvdrift.controls.weight_copies import WeightCopies
 from kvdrift.errors import InputError
+from kvdrift.models.model import Model
 from kvdrift.tracing.seam import seam
 
 SUMS = (
@@ -57,15 +57,15 @@ class WideSums:
         """``"sums in float64"``."""
         return "sums in float64"
 
-    def bind(self, module: nn.Module) -> Scope:
-        """Prepare the forward passes of ``module``; float64 weights are kept until the result is closed."""
-        if all(weight.dtype == torch.float64 for weight in module.parameters()):
+    def bind(self, model: Model) -> Scope:
+        """Prepare the forward passes of ``model``; float64 weights are kept until the result is closed."""
+        if all(weight.dtype == torch.float64 for weight in model.hf.parameters()):
             raise InputError("WideSums adds in float64, and this model is in float64 already.")
-        copies = WeightCopies(module)
+        copies = WeightCopies(model.hf)
 
         def enter(stack: ExitStack) -> None:
             copies.refresh()
-            stack.enter_context(seam(module, WideAttention(torch.float64)))
+            stack.enter_context(seam(model.hf, WideAttention(torch.float64)))
             stack.enter_context(WideOperators(_OPERATORS, torch.float64, copies))
 
         return Scope(enter, copies.clear)

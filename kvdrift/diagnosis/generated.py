@@ -200,7 +200,7 @@ class _Calls:
             stack.enter_context(self.model.evaluating())
             stack.enter_context(self.model.backend.attention(self.path.attn))
             for control in with_arm(self.path.controls, controls):
-                bound = control.bind(hf)
+                bound = control.bind(self.model)
                 stack.callback(bound.close)
                 stack.enter_context(bound)
             output = hf.generate(

@@ -20,7 +20,7 @@ from kvdrift.models.head import Float32Head
 from kvdrift.models.model import Model
 from kvdrift.paths.path import Path, Run, Step
 from kvdrift.tracing.borrow import Borrow
-from kvdrift.tracing.finite import explain_nonfinite, leaves_finite
+from kvdrift.tracing.finite import explain_nonfinite, is_nonfinite
 from kvdrift.tracing.sites import BLOCK_SITES, GLOBAL_SITES
 from kvdrift.tracing.tap import Tap, Values
 
@@ -175,7 +175,7 @@ class Lockstep:
         self.dtypes: dict[str, dict[str, str]] = {}
         self.left_out: dict[str, dict[str, set[int]]] = {}
         self._heads: dict[int, Float32Head | None] = {}
-        self._rerolls = [ReRoll(seed).bind(self.model_a.hf) for seed in plan.seeds]
+        self._rerolls = [ReRoll(seed).bind(self.model_a) for seed in plan.seeds]
 
     def close(self) -> None:
         """Free what is kept from one prompt to the next: reordered weights and float32 LM heads."""
@@ -370,7 +370,7 @@ class Lockstep:
 
     @staticmethod
     def _refuse_nonfinite(live: _Live, tokens: list[int]) -> None:
-        if leaves_finite(live.logits):
+        if is_nonfinite(live.logits):
             raise explain_nonfinite(live.run, tokens)
 
     # --- results

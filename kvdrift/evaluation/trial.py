@@ -19,7 +19,7 @@ from kvdrift.models.model import Model
 from kvdrift.paths.path import Path, Run
 from kvdrift.plain import to_plain
 from kvdrift.provenance import prompt_hash
-from kvdrift.tracing.finite import explain_nonfinite, leaves_finite
+from kvdrift.tracing.finite import explain_nonfinite, is_nonfinite
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ class ItemRunner:
         return total
 
     def _check(self, logits: Tensor, consumed: list[int], run: Run) -> None:
-        if leaves_finite(logits):
+        if is_nonfinite(logits):
             raise explain_nonfinite(run, consumed)
 
     # --- text

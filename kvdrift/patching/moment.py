@@ -14,7 +14,7 @@ from kvdrift.errors import InputError, SiteError
 from kvdrift.models.model import Model
 from kvdrift.patching.spec import Patch
 from kvdrift.paths.path import Run
-from kvdrift.tracing.finite import explain_nonfinite, leaves_finite
+from kvdrift.tracing.finite import explain_nonfinite, is_nonfinite
 from kvdrift.tracing.sites import GLOBAL_SITES
 from kvdrift.tracing.tap import Tap, Values
 from kvdrift.tracing.trace import Trace
@@ -86,7 +86,7 @@ class Live:
             step = self.run.step(token)
         finally:
             self.tap.enabled = False
-        if leaves_finite(step.logits):
+        if is_nonfinite(step.logits):
             raise explain_nonfinite(self.run, tokens)
         values = self.tap.take() if watch else {}
         narrow = self.tap.where == "current"

@@ -25,7 +25,7 @@ from kvdrift.patching.schedule import Schedule
 from kvdrift.patching.spec import Cell, Patch
 from kvdrift.paths.cache_on import for_copy
 from kvdrift.paths.path import Path, Run, overwritable, stateless
-from kvdrift.tracing.finite import leaves_finite
+from kvdrift.tracing.finite import is_nonfinite
 from kvdrift.tracing.tap import Tap, Where
 from kvdrift.tracing.trace import Trace
 from kvdrift.tracing.writer import Block, Writer
@@ -113,7 +113,7 @@ class Walk:
     def _prepare(self) -> None:
         """Make what runs need and checks do not: reordered weights, and the float32 copy."""
         if self._bound is None and (self.plan.shared or self.plan.own):
-            self._bound = self._reroll.bind(self.model.hf)
+            self._bound = self._reroll.bind(self.model)
         if self._wide is None and self._widens:
             base = self.donor_model
             self._wide = base.around(cast_copy(base.hf, torch.float32), f"{base.name} in float32")
@@ -362,7 +362,7 @@ class Walk:
             logits = runner.run.step(token).logits
         finally:
             writer.load(())
-        if leaves_finite(logits):
+        if is_nonfinite(logits):
             raise NonFiniteError(
                 f"The {runner.arm.role} arm leaves the finite numbers at step {number}: what was written does not fit "
                 f"{self.model.dtype_name} there; patch fewer sites, or run in float32."

@@ -41,7 +41,7 @@ class Execution:
     def __init__(self, model: Model, attn: str | None, controls: Sequence[Control], call: str = "explicit") -> None:
         check_together(controls)
         self.model, self.attn, self.call = model, attn, call
-        self._bound: list[Bound] = [control.bind(model.hf) for control in controls]
+        self._bound: list[Bound] = [control.bind(model) for control in controls]
 
     def forward(self, tokens: Sequence[int], start: int, cache: Cache | None, left_padding: int = 0) -> Tensor:
         """Logits ``[vocab]`` after ``tokens`` at positions ``start…``."""

@@ -17,10 +17,11 @@ from kvdrift.models.labels import Prompt
 from kvdrift.models.model import Model
 from kvdrift.paths.path import Path, Run, path_info, path_settings
 from kvdrift.paths.sampling import greedy
-from kvdrift.tracing.finite import explain_nonfinite, leaves_finite
+from kvdrift.tracing.activation_cache import Axes
+from kvdrift.tracing.finite import explain_nonfinite, is_nonfinite
 from kvdrift.tracing.sites import GLOBAL_SITES, LOGITS, PATTERN
 from kvdrift.tracing.tap import Tap, Values
-from kvdrift.tracing.trace import Axes, Trace, free_memory
+from kvdrift.tracing.trace import Trace, free_memory
 
 Positions = Literal["current", "all"] | Sequence[int]
 SHARE_OF_FREE_MEMORY = 0.5
@@ -78,7 +79,7 @@ class Recording:
                     self.tap.steps.clear()
                     self.tap.consumed.clear()
                     step = run.step(tokens[-1] if number else None)
-                    if leaves_finite(step.logits):
+                    if is_nonfinite(step.logits):
                         raise explain_nonfinite(run, tokens)
                     if number == 0:
                         self._allocate(self.tap.steps, n_steps, n_prompt + n_steps - 1)

@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 _ORDER = ("resid_pre", "q", "k", "v", "z", "attn_out", "resid_mid", "mlp_out", "resid_post")
 
 
-def leaves_finite(logits: Tensor) -> bool:
+def is_nonfinite(logits: Tensor) -> bool:
     """Whether logits hold NaN or +inf; −inf rules a token out and is legal.
 
     One pass over them: the largest is NaN if any is.
 
     Examples
     --------
-    >>> leaves_finite(torch.tensor([0.5, -torch.inf])), leaves_finite(torch.tensor([0.5, torch.nan]))
+    >>> is_nonfinite(torch.tensor([0.5, -torch.inf])), is_nonfinite(torch.tensor([0.5, torch.nan]))
     (False, True)
     """
     return not bool(logits.max() < torch.inf)
@@ -70,10 +70,10 @@ def explain_nonfinite(run: Run, tokens: Sequence[int]) -> NonFiniteError:
             finally:
                 again.close()
         found = watch.first_nonfinite()
-        if found is not None and leaves_finite(logits):
+        if found is not None and is_nonfinite(logits):
             padding = int(getattr(path, "left_padding", 0))
             return NonFiniteError(f"{found.told(model, padding)}; {found.advice(model, padding)}.")
-        if leaves_finite(logits):
+        if is_nonfinite(logits):
             largest, at = largest_finite(watch.passes)
             return NonFiniteError(
                 f"{model.name} in {model.dtype_name} gives logits that are not finite although every block is "

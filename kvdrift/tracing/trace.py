@@ -14,10 +14,9 @@ from kvdrift import markup
 from kvdrift.errors import SiteError
 from kvdrift.models.architecture import Architecture
 from kvdrift.models.labels import PathInfo, Prompt
+from kvdrift.models.load import load
 from kvdrift.result import Saved
-
-Axes = dict[str, tuple[int, ...]]
-"""Axis name → the coordinate of each entry: step numbers, layer numbers, heads, absolute positions."""
+from kvdrift.tracing.activation_cache import Axes, from_cache, to_cache
 
 
 @dataclass(frozen=True)
@@ -135,9 +134,7 @@ class Trace(Saved):
         >>> trace.to_activation_cache()["blocks.0.attn.hook_v"].shape  # doctest: +SKIP
         torch.Size([1, 4, 2, 32])
         """
-        from kvdrift.tracing.lens import to_cache
-
-        return to_cache(self, step, model)
+        return to_cache(self.tensors, self.coordinates, self.masks, self.fed, self.architecture, step, model)
 
     @classmethod
     def from_activation_cache(cls, cache: Any, model: Any, prompt: Any, fed: Sequence[int] | None = None) -> Trace:
@@ -163,9 +160,6 @@ class Trace(Saved):
         SiteError
             If it holds no site.
         """
-        from kvdrift.models.load import load
-        from kvdrift.tracing.lens import from_cache
-
         model = load(model, quiet=True)
         label = model.label(prompt, model.encode(prompt))
         return cls(**from_cache(cache, model, label, None if fed is None else tuple(int(token) for token in fed)))

@@ -165,10 +165,10 @@ def test_nested_entry_and_restoration(tiny_model, hooks):
     model = tiny_model("llama", torch.bfloat16)
     ids = torch.tensor([PROMPT])
     plain = model.backend.forward(ids, 0)
-    bound = FixedShape(64).bind(model.hf)
+    bound = FixedShape(64).bind(model)
     with bound:
         once = model.backend.forward(ids, 0)
-        with bound, FixedShape(64).bind(model.hf):
+        with bound, FixedShape(64).bind(model):
             assert torch.equal(model.backend.forward(ids, 0), once)
         assert torch.equal(model.backend.forward(ids, 0), once)
     assert not torch.equal(plain, once)
@@ -186,7 +186,7 @@ def test_nothing_is_left_after_an_exception(hooks):
         raise RuntimeError("on purpose")
 
     handle = model.model.layers[1].register_forward_hook(fail)
-    bound = FixedShape(64).bind(model)
+    bound = FixedShape(64).bind(kd.load(model, quiet=True))
     with pytest.raises(RuntimeError, match="on purpose"), bound:
         model(ids)
     with pytest.raises(RuntimeError, match="on purpose"), fixed_shape(model, max_length=64):
@@ -434,7 +434,7 @@ def test_other_controls_and_models_are_left_alone(tiny_model):
     plain = other(ids).logits
     with fixed_shape(model, max_length=8), pytest.raises(InputError):
         model.backend.forward(ids, 0)
-    with kd.tap(model, ["q"]), FixedShape(64).bind(model.hf):
+    with kd.tap(model, ["q"]), FixedShape(64).bind(model):
         assert torch.allclose(other(ids).logits, plain, atol=1e-4)  # no link of the other model's seam
     both = logits(kd.CacheOff(controls=(*FIXED, ReRoll(0))), model, PROMPT)
     assert not torch.equal(both, logits(kd.CacheOff(controls=FIXED), model, PROMPT))

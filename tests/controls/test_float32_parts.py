@@ -71,7 +71,7 @@ def test_layercast_keeps_keys_and_values_in_float32_and_one_block_wide():
 
 def test_layercast_needs_16_bit_weights():
     with pytest.raises(InputError, match="load it in bfloat16 or float16"):
-        kd.LayerCast().bind(tiny("llama"))
+        kd.LayerCast().bind(kd.load(tiny("llama"), quiet=True))
 
 
 class Kept:
@@ -189,4 +189,4 @@ def test_head_alone(family, same_bits):
 
 def test_a_head_in_float32_already_is_refused():
     with pytest.raises(ModelError, match="no LM head in half precision"):
-        kd.HeadFloat32().bind(tiny("llama"))
+        kd.HeadFloat32().bind(kd.load(tiny("llama"), quiet=True))

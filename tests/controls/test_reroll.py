@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers import DynamicCache
 
-from kvdrift.controls import ReRoll, promote_float32
+from kvdrift.controls import BoundReRoll, ReRoll, promote_float32
 from kvdrift.controls import weight_copies as weight_copies_module
 from kvdrift.models.tiny import FAMILIES, supported_attn, tiny
 
@@ -207,7 +207,7 @@ def test_integers_and_single_terms_are_left_alone():
 @pytest.mark.parametrize("shape", [(6, 33), (1, 33), (33, 1)])
 def test_copies_keep_the_memory_layout(shape):
     linear = torch.nn.Linear(shape[1], shape[0], bias=False).double()
-    bound = ReRoll(0).bind(linear)
+    bound = BoundReRoll(0, linear)
     with torch.no_grad(), bound:
         linear(torch.ones(2, shape[1], dtype=torch.float64))
         copies = list(bound._mode.copies._copies.values())
@@ -232,7 +232,7 @@ def test_copies_keep_the_memory_layout(shape):
 def test_copies_are_never_stale(edit):
     linear = torch.nn.Linear(33, 6, bias=False)
     x = torch.randn(4, 33, generator=torch.Generator().manual_seed(0))
-    bound = ReRoll(0).bind(linear)
+    bound = BoundReRoll(0, linear)
     with bound:
         before = linear(x)
     edit(linear)
@@ -248,7 +248,7 @@ def test_copies_are_never_stale(edit):
 def test_recycled_addresses_do_not_alias():
     """New weights again and again, as offloading does: memory stays bounded and values right."""
     linear = torch.nn.Linear(64, 64, bias=False)
-    bound = ReRoll(0).bind(linear)
+    bound = BoundReRoll(0, linear)
     for step in range(20):
         linear.weight = torch.nn.Parameter(torch.full((64, 64), float(step)))
         with bound:
@@ -259,8 +259,8 @@ def test_recycled_addresses_do_not_alias():
 @torch.no_grad()
 def test_copies_are_kept_between_passes_shared_and_freed():
     model = tiny("llama")
-    first, second = ReRoll(5).bind(model), ReRoll(5).bind(model)
-    other = ReRoll(6).bind(model)
+    first, second = BoundReRoll(5, model), BoundReRoll(5, model)
+    other = BoundReRoll(6, model)
     for bound in (first, second, other):
         with bound:
             model(PROMPT)
@@ -281,7 +281,7 @@ def test_copies_are_kept_between_passes_shared_and_freed():
 @torch.no_grad()
 def test_a_dropped_control_frees_its_copies():
     model = tiny("llama")
-    bound = ReRoll(5).bind(model)
+    bound = BoundReRoll(5, model)
     with bound:
         model(PROMPT)
     copies = weakref.ref(bound._mode.copies)
@@ -311,7 +311,7 @@ def test_nothing_is_left_after_an_exception():
         raise RuntimeError("on purpose")
 
     handle = model.model.layers[1].register_forward_hook(fail)
-    bound = ReRoll(0).bind(model)
+    bound = BoundReRoll(0, model)
     with pytest.raises(RuntimeError, match="on purpose"), bound:
         model(PROMPT)
     with pytest.raises(RuntimeError, match="on purpose"), ReRoll(1).applied(model):
@@ -327,7 +327,7 @@ def test_nothing_is_left_after_an_exception():
 
 def test_nested_entry_rerolls_once():
     model = tiny("llama")
-    bound = ReRoll(0).bind(model)
+    bound = BoundReRoll(0, model)
     with bound:
         once = prefill_and_decode(model)
         with bound:

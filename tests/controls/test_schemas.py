@@ -11,7 +11,7 @@ import torch
 
 from kvdrift.controls import reroll, row_tiles, wide_sums
 from kvdrift.controls.operators import GROUPED, Groups, arguments_of, by_operator
-from kvdrift.controls.reroll import ReRoll
+from kvdrift.controls.reroll import BoundReRoll, ReRoll
 from kvdrift.controls.row_tiles import RowTiles
 from kvdrift.controls.upcast import WideOperators
 from kvdrift.controls.weight_copies import WeightCopies
@@ -29,7 +29,7 @@ def name_of(op):
 
 
 def mode_of(op):
-    bound = ReRoll(0).bind(torch.nn.Identity())
+    bound = BoundReRoll(0, torch.nn.Identity())
     with bound:
         pass
     return bound._mode

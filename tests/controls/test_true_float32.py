@@ -12,15 +12,15 @@ def flags():
 
 
 def test_flags_are_off_inside_and_as_before_outside():
-    hf, before = tiny("llama"), torch.get_float32_matmul_precision()
+    model, before = kd.load(tiny("llama"), quiet=True), torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
     try:
         loose = flags()
-        with kd.TrueFloat32().bind(hf) as bound, bound:
+        with kd.TrueFloat32().bind(model) as bound, bound:
             assert flags() == [exact for *_, exact in true_float32.switches()] != loose
         assert flags() == loose
         assert torch.backends.cuda.matmul.allow_tf32
-        with pytest.raises(ZeroDivisionError), kd.TrueFloat32().bind(hf):
+        with pytest.raises(ZeroDivisionError), kd.TrueFloat32().bind(model):
             _ = 1 / 0
         assert flags() == loose
         assert torch.get_float32_matmul_precision() == "medium"
@@ -34,14 +34,14 @@ def test_a_flag_that_does_not_take_is_refused(monkeypatch):
 
     monkeypatch.setattr(true_float32, "switches", lambda: [("cuda.matmul", Stuck(), "fp32_precision", "ieee")])
     with pytest.raises(ModelError, match=r"torch\.backends\.cuda\.matmul\.fp32_precision stays 'tf32', not 'ieee'"):
-        kd.TrueFloat32().bind(tiny("llama")).__enter__()
+        kd.TrueFloat32().bind(kd.load(tiny("llama"), quiet=True)).__enter__()
 
 
 def test_rounding_that_flags_do_not_show_is_refused(monkeypatch):
     before = flags()
     monkeypatch.setattr(true_float32, "rounds_factors", lambda device: True)
     with pytest.raises(ModelError, match="NVIDIA_TF32_OVERRIDE"):
-        kd.TrueFloat32().bind(tiny("llama")).__enter__()
+        kd.TrueFloat32().bind(kd.load(tiny("llama"), quiet=True)).__enter__()
     assert flags() == before
 
 
@@ -64,7 +64,7 @@ def test_tf32_on_a_gpu_is_seen_and_turned_off():
     torch.set_float32_matmul_precision("high")
     try:
         assert true_float32.rounds_factors(torch.device("cuda"))
-        with kd.TrueFloat32().bind(tiny("llama").cuda()):
+        with kd.TrueFloat32().bind(kd.load(tiny("llama").cuda(), quiet=True)):
             assert not true_float32.rounds_factors(torch.device("cuda"))
     finally:
         torch.set_float32_matmul_precision("highest")

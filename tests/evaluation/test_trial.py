@@ -80,9 +80,7 @@ def by_hand(model, path, ids, strategy, steps, seed=0, item="q", controls=None):
 def test_a_shared_prefill_gives_the_bits_of_runs_that_share_nothing(family, dtype, tiny_model, monkeypatch, same_bits):
     model = tiny_model(family, dtype, tie_word_embeddings=False)
     seen = []
-    monkeypatch.setattr(
-        "kvdrift.evaluation.trial.leaves_finite", lambda logits: seen.append(logits.clone()) is not None
-    )
+    monkeypatch.setattr("kvdrift.evaluation.trial.is_nonfinite", lambda logits: seen.append(logits.clone()) is not None)
     strategies, steps = (kd.Greedy(), SAMPLED), 6
     found = record(model, Item("q", IDS), strategies=strategies, null=(4,), max_new_tokens=steps)
     arms = [

@@ -477,9 +477,9 @@ class Halved:
     def __init__(self, layer=0):
         self.layer = layer
 
-    def bind(self, module):
+    def bind(self, model):
         def enter(stack):
-            hook = module.model.layers[self.layer].mlp.register_forward_hook(lambda m, args, output: output / 2)
+            hook = model.tree.blocks[self.layer].mlp.register_forward_hook(lambda m, args, output: output / 2)
             stack.callback(hook.remove)
 
         return Scope(enter)

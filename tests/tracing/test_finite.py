@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvdrift.tracing.finite import leaves_finite
+from kvdrift.tracing.finite import is_nonfinite
 
 NAN, INF = float("nan"), float("inf")
 
@@ -23,11 +23,9 @@ NAN, INF = float("nan"), float("inf")
 )
 def test_nan_and_plus_infinity_are_found_and_minus_infinity_is_legal(values, expected, dtype):
     logits = torch.tensor(values, dtype=dtype)
-    assert leaves_finite(logits) is expected
-    assert (
-        leaves_finite(torch.cat([torch.zeros(1000, dtype=dtype), logits, torch.zeros(1000, dtype=dtype)])) is expected
-    )
+    assert is_nonfinite(logits) is expected
+    assert is_nonfinite(torch.cat([torch.zeros(1000, dtype=dtype), logits, torch.zeros(1000, dtype=dtype)])) is expected
 
 
 def test_largest_finite_values_are_finite():
-    assert not leaves_finite(torch.tensor([65504.0, -65504.0], dtype=torch.float16))
+    assert not is_nonfinite(torch.tensor([65504.0, -65504.0], dtype=torch.float16))

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvdrift.errors import InputError, SiteError
+from kvdrift.models.architecture import Architecture
 from kvdrift.models.labels import PathInfo, Prompt
+from kvdrift.models.model import Model
 from kvdrift.tracing.sites import BLOCK_SITES, GLOBAL_SITES, HEAD_SITES, LOGITS, PATTERN
 
-if TYPE_CHECKING:
-    from kvdrift.models.architecture import Architecture
-    from kvdrift.models.model import Model
-    from kvdrift.tracing.trace import Axes, Trace
-
+Axes = dict[str, tuple[int, ...]]
+"""Axis name → the coordinate of each entry: step numbers, layer numbers, heads, absolute positions."""
 _GLOBAL = {"embed": "hook_embed", "final_norm": "ln_final.hook_out", LOGITS: "unembed.hook_out"}
 
 
@@ -63,17 +62,25 @@ def _names(architecture: Architecture) -> dict[str, tuple[str, int]]:
 # --- a trace as a cache
 
 
-def to_cache(trace: Trace, step: int | None, model: Any) -> Any:
-    """See `Trace.to_activation_cache`."""
+def to_cache(
+    tensors: Mapping[str, Tensor | dict[int, Tensor]],
+    coordinates: Mapping[str, Axes],
+    masks: Mapping[str, Tensor],
+    fed: Sequence[int],
+    architecture: Architecture,
+    step: int | None,
+    model: Any,
+) -> Any:
+    """The fields of a `Trace` as a cache; see `Trace.to_activation_cache`."""
     try:
         from transformer_lens import ActivationCache
     except ImportError as error:
         raise InputError("An ActivationCache needs TransformerLens; install kvdrift with transformer-lens.") from error
-    last = len(trace.fed) - 1 if step is None else step
+    last = len(fed) - 1 if step is None else step
     entries: dict[str, Tensor] = {}
-    for site in trace.sites:
-        axes, value, mask = trace.axes(site), trace[site], trace.valid(site)
-        spread = any("position" in trace.axes(other) for other in trace.sites)
+    spread = any("position" in axes for axes in coordinates.values())
+    for site, axes in coordinates.items():
+        value, mask = tensors[site], masks[site]
         if site == LOGITS and spread:
             continue  # they are known at one position of each step only
         n_steps = len(axes["step"])
@@ -91,11 +98,11 @@ def to_cache(trace: Trace, step: int | None, model: Any) -> Any:
             else:
                 raise InputError("step= chooses among passes over several positions; this trace has one of each step.")
             by_position = site not in HEAD_SITES
-            entries[hook_name(site, layer, trace.architecture)] = (
+            entries[hook_name(site, layer, architecture)] = (
                 tensor if by_position else tensor.movedim(-2, 0)
             ).unsqueeze(0)
     if model is not None:
-        entries = _derived(entries, trace.architecture, model) | entries
+        entries = _derived(entries, architecture, model) | entries
     return ActivationCache(entries, model)
 
 

@@ -7,17 +7,16 @@ from itertools import combinations
 from typing import Any
 
 from kvdrift.controls.control import Control
-from kvdrift.errors import InputError
+from kvdrift.tracing.seam import ATTENTION_KERNEL, Link, Order, both_decide
 
-ATTENTION_KERNEL = "the kernel that attention runs"
 ATTENTION_PRECISION = "the precision of attention"
 PRODUCT_PRECISION = "the precision of matrix products"
 HEAD_PRECISION = "the precision of the LM head"
 """Parts of the arithmetic that one control at most may decide: the entries of a control's ``decides``."""
 
 
-def check_together(controls: Sequence[Control]) -> None:
-    """Refuse controls of which one would undo another.
+def check_together(controls: Sequence[Control | Link]) -> None:
+    """Refuse controls, and links of the attention seam, of which one would undo another.
 
     Raises
     ------
@@ -37,9 +36,7 @@ that attention runs, so one would undo the other; give one of them.
     for one, other in combinations(controls, 2):
         shared = sorted(decided(one) & decided(other))
         if shared:
-            raise InputError(
-                f"{one} and {other} both decide {' and '.join(shared)}, so one would undo the other; give one of them."
-            )
+            raise both_decide(one, other, " and ".join(shared))
 
 
 def with_arm(own: Sequence[Control], arm: Sequence[Control]) -> tuple[Control, ...]:
@@ -56,5 +53,6 @@ def with_arm(own: Sequence[Control], arm: Sequence[Control]) -> tuple[Control, .
 
 
 def decided(control: Any) -> frozenset[str]:
-    """What a control decides alone; a control of one's own need not say it."""
-    return frozenset(getattr(control, "decides", ()))
+    """What a control or link decides alone; a control of one's own need not say it, a link says it by its stage."""
+    kernel = {ATTENTION_KERNEL} if getattr(control, "order", None) == Order.KERNEL else ()
+    return frozenset(getattr(control, "decides", ())).union(kernel)

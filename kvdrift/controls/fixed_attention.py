@@ -49,6 +49,12 @@ class FixedAttention:
         self.padding = 0
         self.layers = attention_parts(model)
 
+    def __str__(self) -> str:
+        return f"FixedShape(max_length={self.max_length}, tile={self.tiles.tile})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, FixedAttention) and self.model.hf is other.model.hf and str(self) == str(other)
+
     def before_pass(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Remember the tokens of a pass, those before it, and its left padding: a forward pre-hook of the decoder."""
         caches = [value for value in (*args, *kwargs.values()) if isinstance(value, Cache)]

@@ -12,6 +12,7 @@ from kvdrift.errors import InputError
 from kvdrift.models.load import load
 from kvdrift.paths.execution import Execution
 from kvdrift.paths.path import Step
+from kvdrift.tracing.seam import Link
 
 if TYPE_CHECKING:
     from kvdrift.models.model import Model
@@ -46,6 +47,11 @@ class CacheOff:
         if self.model is not None:
             object.__setattr__(self, "model", load(self.model, quiet=True))
 
+    @property
+    def links(self) -> Sequence[Link]:
+        """Links of the attention seam in every pass of its runs; a subclass gives its own, which keep no state."""
+        return ()
+
     def start(self, model: Model, ids: Sequence[int], controls: tuple[Control, ...] | None = None) -> CacheOffRun:
         """Begin a run over a prompt."""
         return CacheOffRun(self, self.model or model, list(ids), self.controls if controls is None else controls)
@@ -68,7 +74,7 @@ class CacheOffRun:
         self.path, self.model, self.controls = path, model, controls
         self.attn = path.attn
         self._tokens, self._started = tokens, started
-        self._execution = Execution(model, path.attn, controls, path.call)
+        self._execution = Execution(model, path.attn, controls, path.call, path.links)
 
     def step(self, token: int | None = None) -> Step:
         """Recompute everything, with ``token`` appended (none at the first step)."""

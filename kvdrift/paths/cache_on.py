@@ -25,6 +25,7 @@ from kvdrift.paths.loss import Declared, as_losses
 from kvdrift.paths.path import Path, Step
 from kvdrift.paths.prefix import Prefix
 from kvdrift.paths.written import Written, keeps_all
+from kvdrift.tracing.seam import Link
 from kvdrift.tracing.writer import Index, shifted
 
 if TYPE_CHECKING:
@@ -104,6 +105,11 @@ class CacheOn:
             )
         if self.model is not None:
             object.__setattr__(self, "model", load(self.model, quiet=True))
+
+    @property
+    def links(self) -> Sequence[Link]:
+        """Links of the attention seam in every pass of its runs; a subclass gives its own, which keep no state."""
+        return ()
 
     def start(self, model: Model, ids: Sequence[int], controls: tuple[Control, ...] | None = None) -> CacheOnRun:
         """Begin a run over a prompt."""
@@ -230,7 +236,7 @@ class CacheOnRun:
         self._since: list[_Event] = []  # what followed the prompt
         loses = path.lossy is not None or not keeps_all(cache)
         self.written = Written(-path.left_padding) if loses and not held and hasattr(cache, "update") else None
-        self._execution = Execution(model, path.attn, controls, path.call)
+        self._execution = Execution(model, path.attn, controls, path.call, path.links)
 
     @property
     def begun(self) -> bool:
@@ -395,7 +401,7 @@ class CacheOnRun:
         if controls != self.controls:
             self._execution.close()
             self.controls = controls
-            self._execution = Execution(self.model, self.attn, controls, self.path.call)
+            self._execution = Execution(self.model, self.attn, controls, self.path.call, self.path.links)
 
     def _chunks(self) -> list[list[int]]:
         tokens = [*self._padding(), *self._prompt[max(self._consumed, 0) :]]

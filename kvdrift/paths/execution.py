@@ -1,4 +1,4 @@
-"""What the two built-in paths share: forward passes inside an attention choice and a set of controls."""
+"""What the two built-in paths share: forward passes inside an attention choice, a set of controls, and links."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from torch import Tensor
 from transformers import Cache
 
 from kvdrift.controls.combine import check_together
+from kvdrift.controls.scope import Scope
+from kvdrift.tracing.seam import Link, seam
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,17 +33,28 @@ class Execution:
         Changes of arithmetic, entered in order around every pass.
     call
         The manner of calling the model.
+    links
+        Links of the attention seam that belong to the path: in place during its own passes, and then only.
 
     Raises
     ------
     InputError
-        If one control would undo another.
+        If one control or link would undo another.
     """
 
-    def __init__(self, model: Model, attn: str | None, controls: Sequence[Control], call: str = "explicit") -> None:
-        check_together(controls)
+    def __init__(
+        self,
+        model: Model,
+        attn: str | None,
+        controls: Sequence[Control],
+        call: str = "explicit",
+        links: Sequence[Link] = (),
+    ) -> None:
+        check_together((*controls, *links))
         self.model, self.attn, self.call = model, attn, call
         self._bound: list[Bound] = [control.bind(model) for control in controls]
+        if links:
+            self._bound.append(Scope(lambda stack: [stack.enter_context(seam(model.hf, link)) for link in links]))
 
     def forward(self, tokens: Sequence[int], start: int, cache: Cache | None, left_padding: int = 0) -> Tensor:
         """Logits ``[vocab]`` after ``tokens`` at positions ``start…``."""

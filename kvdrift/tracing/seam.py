@@ -20,6 +20,10 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from kvdrift.backends import transformer_lens
+from kvdrift.errors import InputError
+
+ATTENTION_KERNEL = "the kernel that attention runs"
+"""What a link at `Order.KERNEL` decides alone."""
 
 Output = tuple[Tensor, Tensor | None]
 """What an attention function returns: ``[batch, query, head, feature]`` and, under eager, the pattern."""
@@ -59,18 +63,25 @@ class AttentionCall:
 
 
 class Order(IntEnum):
-    """Where a link stands in the chain: outermost first.
+    """The stages of the seam: where a link stands in the chain, outermost first.
 
-    A link at `WRITE` changes what the kernel reads before others observe it, one at `WRITE_OUTPUT` changes what the
-    kernel returns before others observe that. One at `EXECUTE` hands the call on in another precision; one at `KERNEL`
-    replaces the native function.
+    Links of one stage stand in the order in which they were put in place. What a link returns passes the stages the
+    other way round. A kernel that is replaced twice runs once, so two links at `KERNEL` over one module are refused,
+    unless they are equal (``==``): then they replace it alike.
     """
 
-    WRITE = 0
-    OBSERVE = 1
-    WRITE_OUTPUT = 2
-    EXECUTE = 3
-    KERNEL = 4
+    READ = 0
+    """Hands the kernel something else than the bits that are stored: keys rounded to eight bits, a choice of them."""
+    WRITE = 1
+    """Changes what the kernel reads, as a patch does, before others observe it."""
+    OBSERVE = 2
+    """Looks at what the kernel reads and returns."""
+    WRITE_OUTPUT = 3
+    """Changes what the kernel returns before others observe that."""
+    EXECUTE = 4
+    """Hands the call on in another precision."""
+    KERNEL = 5
+    """Replaces the native function; a call that it leaves alone it hands on."""
 
 
 class Link(Protocol):
@@ -157,6 +168,11 @@ def seam(model: nn.Module, link: Link) -> Iterator[None]:
     link
         The link; its ``order`` places it among the others.
 
+    Raises
+    ------
+    InputError
+        If it replaces the kernel, and another link over these modules does so otherwise.
+
     Examples
     --------
     >>> import torch
@@ -174,6 +190,7 @@ def seam(model: nn.Module, link: Link) -> Iterator[None]:
     4
     """
     registered = _Registered(link, frozenset(id(module) for module in model.modules()))
+    _refuse_second_kernel(registered)
     tables = attention_tables(model)
     for table in tables:
         _wrap(table)
@@ -187,6 +204,17 @@ def seam(model: nn.Module, link: Link) -> Iterator[None]:
         _STATE.chains.clear()
         for table in tables:
             _unwrap(table)
+
+
+def both_decide(one: object, other: object, what: str) -> InputError:
+    """The sentence that refuses two things of which one would undo the other."""
+    return InputError(f"{one} and {other} both decide {what}, so one would undo the other; give one of them.")
+
+
+def _refuse_second_kernel(new: _Registered) -> None:
+    for other in _STATE.links if new.link.order == Order.KERNEL else ():
+        if other.link.order == Order.KERNEL and other.link != new.link and other.modules & new.modules:
+            raise both_decide(other.link, new.link, ATTENTION_KERNEL)
 
 
 def _wrap(table: MutableMapping[str, Callable[..., Output]]) -> None:

@@ -9,6 +9,8 @@ import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from kvdrift.controls.fixed_shape import fixed_shape
+from kvdrift.errors import InputError
 from kvdrift.models.tiny import FAMILIES, tiny
 from kvdrift.tracing.seam import Order, attention_tables, eager_function, seam
 
@@ -53,12 +55,53 @@ def test_a_link_sees_every_layer_and_changes_nothing(attn, snapshot):
     assert len(link.calls) == 4, "the link still listens"
 
 
-def test_order_is_write_observe_execute_whatever_was_entered_first():
+def test_stages_stand_in_order_whatever_was_entered_first():
     model, log = tiny("llama", num_hidden_layers=1), []
-    links = [Link(order, log, order.name) for order in (Order.EXECUTE, Order.OBSERVE, Order.WRITE)]
-    with seam(model, links[0]), seam(model, links[1]), seam(model, links[2]):
+    with ExitStack() as stack:
+        for order in (Order.EXECUTE, Order.OBSERVE, Order.KERNEL, Order.READ, Order.WRITE_OUTPUT, Order.WRITE):
+            stack.enter_context(seam(model, Link(order, log, order.name)))
         model(IDS)
-    assert log == ["WRITE", "OBSERVE", "EXECUTE"]
+    assert log == ["READ", "WRITE", "OBSERVE", "WRITE_OUTPUT", "EXECUTE", "KERNEL"] == [order.name for order in Order]
+
+
+def test_links_of_one_stage_stand_as_they_were_entered():
+    model, log = tiny("llama", num_hidden_layers=1), []
+    with seam(model, Link(Order.READ, log, "outer")), seam(model, Link(Order.READ, log, "inner")):
+        model(IDS)
+    assert log == ["outer", "inner"]
+
+
+class Kernel(Link):
+    def __init__(self, name):
+        super().__init__(Order.KERNEL, name=name)
+
+    def __str__(self):
+        return self.name
+
+
+def test_a_second_kernel_is_refused_before_anything_is_put_in_place(snapshot):
+    model, other, one = tiny("llama", num_hidden_layers=1), tiny("llama", num_hidden_layers=1, seed=1), Kernel("one")
+    with seam(model, one):
+        with (
+            pytest.raises(InputError, match="one and two both decide the kernel that attention runs"),
+            seam(model.model.layers[0], Kernel("two")),
+        ):
+            raise AssertionError("was put in place")
+        with seam(other, Kernel("elsewhere")), seam(model, one):
+            model(IDS)
+            assert len(one.calls) == 2
+    assert snapshot()
+    with seam(model, Kernel("two")):
+        model(IDS)
+
+
+def test_kernels_that_are_equal_replace_alike():
+    model = tiny("llama", num_hidden_layers=1)
+    one, alike, other = (fixed_shape(model, length) for length in (32, 32, 16))
+    with one, alike:
+        model(IDS)
+        with pytest.raises(InputError, match=r"FixedShape\(max_length=32, .* and FixedShape\(max_length=16"), other:
+            raise AssertionError("was put in place")
 
 
 def test_a_write_reaches_later_links_and_the_kernel():

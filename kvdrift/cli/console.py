@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvdrift.errors import FileError, InputError
+from kvdrift.words.layout import columns
 
 INTERRUPTED = 130
 NOTHING_WRITTEN = "Stopped; nothing was written."
@@ -60,9 +61,8 @@ def answer_table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> No
             table.add_row(*map(Text, row))
         results.print(table)
         return
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    for row in (header, *rows):
-        _echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    for line in columns((header, *rows)):
+        _echo(line)
 
 
 def _echo(text: str) -> None:

@@ -13,6 +13,7 @@ from kvdrift.diagnosis.locate import PAST, Where
 from kvdrift.diagnosis.signature import signature
 from kvdrift.diagnosis.verdict import Verdict, VerdictKind
 from kvdrift.paths.path import Path
+from kvdrift.words.numbers import plural
 
 if TYPE_CHECKING:
     from kvdrift.models.model import Model
@@ -142,7 +143,7 @@ def _reasons(evidence: Evidence, kind: VerdictKind, told: Sequence[Finding]) -> 
             groups = _alike(same)
             reasons += [_sentence(group) for group in groups[:SHOWN]]
             if left := sum(map(len, groups[SHOWN:])):
-                reasons.append(f"… and {left} more finding{'s' * (left != 1)} of the same check.")
+                reasons.append(f"… and {left} more {plural(left, 'finding')} of the same check.")
             for why in dict.fromkeys(finding.excuse.why for finding in same if finding.excuse is not None):
                 reasons.append(f"This is expected: {why}.")
     else:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvdrift.drift.peaks import SITE, kv_peak, local_at, local_peak, logit_peak, peak_dict
+from kvdrift.words.plain import json_safe
 
 if TYPE_CHECKING:
     from kvdrift.drift.profile import Growth, Onset
@@ -177,25 +177,6 @@ def as_dict(drift: Drift) -> dict[str, Any]:
     if drift.control is not None:
         plain["control"] = as_dict(drift.control)
     return plain
-
-
-def json_safe(value: Any) -> Any:
-    """Tuples and arrays as lists, numpy scalars as Python's, NaN and infinities as text.
-
-    Examples
-    --------
-    >>> json_safe({"a": (1.0, float("inf")), "b": None})
-    {'a': [1.0, 'inf'], 'b': None}
-    """
-    if isinstance(value, dict):
-        return {str(key): json_safe(item) for key, item in value.items()}
-    if isinstance(value, np.ndarray | list | tuple):
-        return [json_safe(item) for item in value]
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
 
 
 def _flip_at(flip: Flip) -> dict[str, int]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Callable, Sequence
-from pathlib import PurePath
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,11 +11,13 @@ from kvdrift import markup
 from kvdrift.drift import findings, peaks
 from kvdrift.drift.profile import MIN_PROMPTS, Estimate, Growth, Onset, rule_of_three
 from kvdrift.models import ending
+from kvdrift.models.labels import model_name
+from kvdrift.words.layout import bullets
+from kvdrift.words.numbers import count, number, percent, times
 
 if TYPE_CHECKING:
     from kvdrift.drift.result import Drift
 
-WIDTH = 100
 _MODULES = {"attn": ", in its attention", "mlp": ", in its MLP"}
 
 
@@ -32,11 +32,7 @@ def text(drift: Drift) -> str:
     >>> print(text(drift).splitlines()[0])
     tiny-llama · float32 · attention sdpa · cache-ON against cache-OFF · 1 prompt, 4 steps
     """
-    lines = [headline(drift)]
-    for mark, sentences in (("•", reading(drift)), ("!", _notes(drift))):
-        for sentence in sentences:
-            lines += textwrap.wrap(sentence, WIDTH, initial_indent=f"{mark} ", subsequent_indent="  ") or [mark]
-    return "\n".join(lines)
+    return "\n".join([headline(drift), *bullets(reading(drift), _notes(drift))])
 
 
 def html(drift: Drift) -> str:
@@ -59,16 +55,11 @@ def headline(drift: Drift) -> str:
     """What was compared: model, dtype, paths, attention, prompts, steps."""
     a, b = drift.a, drift.b
     steps = int(drift.measured.sum())
-    size = f"{_count(len(drift.prompts), 'prompt')}, {_count(steps, 'step')}"
+    size = f"{count(len(drift.prompts), 'prompt')}, {count(steps, 'step')}"
     if (a.model, a.dtype, a.attn) == (b.model, b.dtype, b.attn):
         return f"{model_name(a.model)} · {a.dtype} · attention {a.attn} · {a.label} against {b.label} · {size}"
     sides = (f"{s.label} of {model_name(s.model)} ({s.dtype}, attention {s.attn})" for s in (a, b))
     return f"{' against '.join(sides)} · {size}"
-
-
-def model_name(name: str) -> str:
-    """A model's name without the folder it lies in; names and Hub ids stay as they are."""
-    return PurePath(name).name if PurePath(name).is_absolute() else name
 
 
 def reading(drift: Drift) -> list[str]:
@@ -125,7 +116,7 @@ def _start(drift: Drift, start: Onset | None) -> str:
     if start.source_layer is None:
         sentence = (
             "No layer makes drift by itself: on bitwise the same inputs, every layer gives the same bits in both "
-            f"paths ({_count(start.n_pairs, 'step')})"
+            f"paths ({count(start.n_pairs, 'step')})"
         )
         if not findings.counted_logits(drift, "logit_max").any():
             return f"{sentence}."
@@ -133,7 +124,7 @@ def _start(drift: Drift, start: Onset | None) -> str:
             f"{sentence}. What differs comes in by another way: keys and values of earlier positions, which each "
             "path computes for itself, or the final norm and the LM head."
         )
-    share = "" if start.source_share is None else f", at {_percent(start.source_share)} of {start.n_pairs:,} steps"
+    share = "" if start.source_share is None else f", at {percent(start.source_share)} of {start.n_pairs:,} steps"
     sentence = (
         f"Drift starts in layer {start.source_layer}{_MODULES.get(start.source_module or '', '')}: on bitwise the "
         f"same inputs it is the first whose output differs{share}.{_most(drift, start.source_layer)}"
@@ -186,24 +177,24 @@ def _growth(drift: Drift, grows: Growth | None) -> list[str]:
     if grows.final is None and (drift.values(findings.SITE)[drift.counted] == 0).all():
         return ["The residual stream is bit-identical after every layer at every step."]
     if grows.final is None:
-        share = _percent(findings.share_differing(drift) or 0.0)
+        share = percent(findings.share_differing(drift) or 0.0)
         return [
             "At most steps the residual stream is bit-identical, so that its median drift is zero at every layer; "
-            f"after the last layer it differs at {share} of {_count(int(drift.counted.sum()), 'step')}."
+            f"after the last layer it differs at {share} of {count(int(drift.counted.sum()), 'step')}."
         ]
     first, *_ = drift.layers(findings.SITE)
     parts = []
     if grows.first_layer_share is not None:
-        parts.append(f"after layer {first} it is {_percent(grows.first_layer_share.value)} of its final size")
+        parts.append(f"after layer {first} it is {percent(grows.first_layer_share.value)} of its final size")
     if grows.first_quarter_share is not None:
-        parts.append(f"a quarter of the way up {_percent(grows.first_quarter_share.value)}")
+        parts.append(f"a quarter of the way up {percent(grows.first_quarter_share.value)}")
     if grows.plateau is not None:
         plateau = f"its plateau is {number(grows.plateau.value)} (relative L2)"
         if grows.plateau_layer is not None and grows.plateau_depth is not None:
             depth = grows.plateau_depth
-            spread = "" if depth.interval is None else f"; 95 % interval {_spread(depth, _percent)}"
+            spread = "" if depth.interval is None else f"; 95 % interval {_spread(depth, percent)}"
             plateau += (
-                f", reached at layer {int(grows.plateau_layer.value)} ({_percent(depth.value)} of the depth{spread})"
+                f", reached at layer {int(grows.plateau_layer.value)} ({percent(depth.value)} of the depth{spread})"
             )
         parts.append(plateau)
     if not parts:
@@ -227,7 +218,7 @@ def _floor(drift: Drift, grows: Growth | None) -> list[str]:
             "this says little about other prompts."
         ]
     low, high = ratio.interval
-    over = _count(grows.n_prompts, "prompt")
+    over = count(grows.n_prompts, "prompt")
     if grows.n_prompts < MIN_PROMPTS:
         return [
             f"In the last layers it is {times(ratio.value)} the rounding floor ({_spread(ratio, times)} over {over}); "
@@ -292,20 +283,20 @@ def _flips(drift: Drift) -> str:
     if steps == 0:
         return "No step was measured, so nothing is known about flips."
     if not found:
-        most = _percent(rule_of_three(prompts))
+        most = percent(rule_of_three(prompts))
         bound = f"flips in up to {most} of such prompts are still possible (exact 95 % bound)"
         little = ", which says little" if prompts < MIN_PROMPTS else ""
-        return f"No flip in {_count(steps, 'step')} of {_count(prompts, 'prompt')}; {bound}{little}."
+        return f"No flip in {count(steps, 'step')} of {count(prompts, 'prompt')}; {bound}{little}."
     sentence = (
-        f"{_count(len(found), 'flip')} in {_count(steps, 'step')}, in {len({f.prompt for f in found})} of "
-        f"{_count(prompts, 'prompt')}"
+        f"{count(len(found), 'flip')} in {count(steps, 'step')}, in {len({f.prompt for f in found})} of "
+        f"{count(prompts, 'prompt')}"
     )
     margins = [flip.margin for flip in found if flip.margin is not None]
     if margins:
         where = "there" if len(found) == 1 else "at each"
         sentence += f"; the best two logits lie at most {number(max(margins))} apart {where}"
         ties = sum(flip.tie for flip in found)
-        sentence += f", {_count(ties, 'exact tie')} among them" if ties else ", with no exact tie"
+        sentence += f", {count(ties, 'exact tie')} among them" if ties else ", with no exact tie"
     return sentence + "."
 
 
@@ -313,7 +304,7 @@ def _free(drift: Drift) -> str:
     if not drift.measured.any():
         return ""
     parted = [step for step in drift.free_divergence if step is not None]
-    prompts = _count(len(drift.prompts), "prompt")
+    prompts = count(len(drift.prompts), "prompt")
     last = [int(drift.steps[row][-1]) + 1 for row in drift.measured if row.any()]
     limits = [free for free, row in zip(drift.free_steps, drift.measured, strict=True) if row.any()]
     cut = any(free < end for free, end in zip(limits, last, strict=True))
@@ -346,61 +337,9 @@ def _control(drift: Drift) -> list[str]:
         sentence += f", {times(here / there)} smaller"
     elif 0 < here < there < np.inf:
         sentence += f", {times(there / here)} larger"
-    return [f"{sentence}, with {_count(flips, 'flip') if flips else 'no flip'}."]
-
-
-# --- how numbers are written
-
-
-def number(value: float | None) -> str:
-    """Three significant digits; NaN and infinity by name.
-
-    Examples
-    --------
-    >>> number(0.01523), number(2.5e-5), number(0.0), number(None)
-    ('0.0152', '2.5e-5', '0', 'not measured')
-    """
-    if value is None:
-        return "not measured"
-    if np.isnan(value):
-        return "not a number"
-    if np.isinf(value):
-        return "infinite" if value > 0 else "minus infinite"
-    if value == 0 or 1e-3 <= abs(value) < 1e4:
-        return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
-    mantissa, exponent = f"{value:.2e}".split("e")
-    return f"{float(mantissa):g}e{int(exponent)}"
-
-
-def interval(low: float, high: float, say: Callable[[float], str] = number) -> str:
-    """A 95 % interval in words, or that there is none: an undefined end is no number to print.
-
-    Examples
-    --------
-    >>> interval(0.1, 0.25), interval(float("nan"), float("nan"))
-    ('95 % 0.1 to 0.25', 'no interval')
-    """
-    return "no interval" if np.isnan(low) or np.isnan(high) else f"95 % {say(low)} to {say(high)}"
-
-
-def times(value: float) -> str:
-    """A factor, as in ``0.95×``, ``12×`` or ``5.4e8×``."""
-    if not np.isfinite(value):
-        return "infinitely many times" if value > 0 else number(value)
-    return f"{value:.2g}×" if 0.01 <= value < 10 else f"{round(value)}×" if 10 <= value < 1000 else f"{number(value)}×"
-
-
-def _percent(share: float) -> str:
-    if not np.isfinite(share):
-        return number(share)
-    percent = 100 * share
-    return f"{percent:.0f} %" if percent >= 10 or percent == 0 else f"{percent:.2g} %"
+    return [f"{sentence}, with {count(flips, 'flip') if flips else 'no flip'}."]
 
 
 def _spread(estimate: Estimate, write: Any) -> str:
     low, high = (write(end) for end in estimate.interval or (estimate.value, estimate.value))
     return f"{low} to {high}" if low != high else f"{low}, the same in nearly all resamples"
-
-
-def _count(n: int, noun: str) -> str:
-    return f"{n:,} {noun}{'' if n == 1 else 's'}"

@@ -4,16 +4,18 @@ part) are kept apart, and each is held against path a's own re-rolls."""
 from __future__ import annotations
 
 import math
-import textwrap
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvdrift import markup
-from kvdrift.drift.findings import json_safe
-from kvdrift.drift.summary import WIDTH, model_name, number
+from kvdrift.models.labels import model_name
+from kvdrift.words.layout import bullets, columns
+from kvdrift.words.numbers import count, number, p_value, percent, points, span
+from kvdrift.words.plain import json_safe
 
 if TYPE_CHECKING:
-    from kvdrift.evaluation.conditions import Condition, Rate
+    from kvdrift.evaluation.conditions import Condition
     from kvdrift.evaluation.result import Evaluation
 
 ALPHA = 0.05
@@ -32,27 +34,26 @@ COLUMNS = (
 )
 
 
+in_percent = partial(percent, below_ten="decimal", unknown="–")
+"""A share of texts or items in per cent."""
+count_of = partial(count, thousands="")
+
+
 def headline(evaluation: Evaluation) -> str:
     """What was compared, and over how much."""
     a, b = evaluation.a, evaluation.b
     seeds = "" if len(evaluation.seeds) == 1 else f" × {len(evaluation.seeds)} seeds"
     return (
         f"{model_name(a.model)} · {a.dtype} · a = {a.label}, b = {b.label} · {evaluation.task}: "
-        f"{_count(len(evaluation.records), 'item')} × {_count(len(evaluation.strategies), 'strategy')}{seeds}, at most "
-        f"{evaluation.max_new_tokens} tokens, {_count(evaluation.replicates, 're-roll')}"
+        f"{count_of(len(evaluation.records), 'item')} × {count_of(len(evaluation.strategies), 'strategy')}{seeds}, "
+        f"at most {evaluation.max_new_tokens} tokens, {count_of(evaluation.replicates, 're-roll')}"
     )
 
 
 def summary(evaluation: Evaluation) -> str:
     """The headline, one line per condition, the reading, the notes."""
-    rows = [list(COLUMNS), *(cells(evaluation, condition) for condition in evaluation.conditions)]
-    widths = [max(len(row[place]) for row in rows) for place in range(len(COLUMNS))]
-    lines = [headline(evaluation)]
-    lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    for mark, sentences in (("•", reading(evaluation)), ("!", evaluation.notes)):
-        for sentence in sentences:
-            lines += textwrap.wrap(sentence, WIDTH, initial_indent=f"{mark} ", subsequent_indent="  ")
-    return "\n".join(lines)
+    rows = [COLUMNS, *(cells(evaluation, condition) for condition in evaluation.conditions)]
+    return "\n".join([headline(evaluation), *columns(rows), *bullets(reading(evaluation), evaluation.notes)])
 
 
 def html(evaluation: Evaluation) -> str:
@@ -67,32 +68,23 @@ def html(evaluation: Evaluation) -> str:
 def as_dict(evaluation: Evaluation) -> dict[str, Any]:
     """An evaluation as plain data: NaN (no value) as None."""
     return json_safe(
-        _without_nan(
-            {
-                "model": evaluation.a.model,
-                "dtype": evaluation.a.dtype,
-                "task": evaluation.task,
-                "a": asdict(evaluation.a),
-                "b": asdict(evaluation.b),
-                "items": len(evaluation.records),
-                "seeds": list(evaluation.seeds),
-                "max_new_tokens": evaluation.max_new_tokens,
-                "replicates": evaluation.replicates,
-                "conditions": [asdict(condition) for condition in evaluation.conditions],
-                "overall": asdict(evaluation.overall()) if evaluation.records else None,
-                "reading": reading(evaluation),
-                "notes": list(evaluation.notes),
-            }
-        )
+        {
+            "model": evaluation.a.model,
+            "dtype": evaluation.a.dtype,
+            "task": evaluation.task,
+            "a": asdict(evaluation.a),
+            "b": asdict(evaluation.b),
+            "items": len(evaluation.records),
+            "seeds": list(evaluation.seeds),
+            "max_new_tokens": evaluation.max_new_tokens,
+            "replicates": evaluation.replicates,
+            "conditions": [asdict(condition) for condition in evaluation.conditions],
+            "overall": asdict(evaluation.overall()) if evaluation.records else None,
+            "reading": reading(evaluation),
+            "notes": list(evaluation.notes),
+        },
+        none=math.isnan,
     )
-
-
-def _without_nan(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nan(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_without_nan(each) for each in value]
-    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def cells(evaluation: Evaluation, condition: Condition) -> list[str]:
@@ -102,12 +94,12 @@ def cells(evaluation: Evaluation, condition: Condition) -> list[str]:
     median = median_token(condition)
     return [
         condition.strategy,
-        percent(condition.accuracy_a.value) if scored else "–",
-        percent(condition.accuracy_b.value) if scored else "–",
+        in_percent(condition.accuracy_a.value) if scored else "–",
+        in_percent(condition.accuracy_b.value) if scored else "–",
         points(condition.difference.value) if scored else "–",
         f"{condition.only_a} : {condition.only_b}" if scored else "–",
-        _p(condition.p_holm) if scored else "–",
-        percent(condition.divergence.value),
+        p_value(condition.p_holm) if scored else "–",
+        in_percent(condition.divergence.value),
         "–" if null is None else "refused" if null.refused else _range(null.divergence),
         "–" if median is None else str(median),
     ]
@@ -121,7 +113,7 @@ def _scored(condition: Condition) -> bool:
 def median_token(condition: Condition) -> int | None:
     """The token by which half of all texts have parted, or None if they never have."""
     incidence = condition.incidence
-    return next((t for t, share in zip(incidence.tokens, incidence.value, strict=True) if share >= 0.5), None)
+    return next((t for t, parted in zip(incidence.tokens, incidence.value, strict=True) if parted >= 0.5), None)
 
 
 # --- the reading
@@ -146,26 +138,25 @@ def _rate(evaluation: Evaluation, condition: Condition) -> str:
     half = "" if median is None else f", half of all texts by token {median}"
     said = (
         f"{condition.strategy}: {rate.events} of {rate.n} texts of {evaluation.b.label} leave those of "
-        f"{evaluation.a.label} ({_interval(rate)}){half}"
+        f"{evaluation.a.label} ({in_percent(rate.value)}, 95 % interval "
+        f"{span(rate.low, rate.high, in_percent)}){half}"
     )
     if null is None or null.refused:
         return f"{said}; without a null nothing says whether that is more than the order of summation does"
     n = len(null.divergence)
     return (
-        f"{said}; re-rolled sums alone part {percent(sum(null.divergence) / n)} of them ({_range(null.divergence)} "
-        f"over {_count(n, 're-roll')}), so this rate {_stands_out(null.p_divergence, n)}"
+        f"{said}; re-rolled sums alone part {in_percent(sum(null.divergence) / n)} of them ({_range(null.divergence)} "
+        f"over {count_of(n, 're-roll')}), so this rate {_stands_out(null.p_divergence, n)}"
     )
 
 
 def _direction(evaluation: Evaluation, condition: Condition) -> str:
     a, b = evaluation.a.label, evaluation.b.label
     difference = condition.difference
-    ends = (
-        "" if math.isnan(difference.low) else f", 95 % interval {points(difference.low)} to {points(difference.high)}"
-    )
+    ends = "" if math.isnan(difference.low) else f", 95 % interval {span(difference.low, difference.high, points)}"
     said = (
-        f"{condition.strategy}: {a} is right in {percent(condition.accuracy_a.value)}, {b} in "
-        f"{percent(condition.accuracy_b.value)} (difference {points(difference.value)} percentage points{ends}); "
+        f"{condition.strategy}: {a} is right in {in_percent(condition.accuracy_a.value)}, {b} in "
+        f"{in_percent(condition.accuracy_b.value)} (difference {points(difference.value)} percentage points{ends}); "
         f"{condition.only_a} answered rightly by {a} alone, {condition.only_b} by {b} alone"
     )
     if not condition.enough:
@@ -183,11 +174,12 @@ def _direction(evaluation: Evaluation, condition: Condition) -> str:
     beside = ""
     if null is not None and not null.refused:
         beside = (
-            f"; {_count(sum(abs(x) >= abs(difference.value) for x in null.differences), 're-roll')} of "
+            f"; {count_of(sum(abs(x) >= abs(difference.value) for x in null.differences), 're-roll')} of "
             f"{len(null.differences)} differ from {a} by as much or more"
         )
     return (
-        f"{said}: {verdict} ({condition.test} p = {_p(condition.p)}, {_p(condition.p_holm)} after Holm; {size}{beside})"
+        f"{said}: {verdict} ({condition.test} p = {p_value(condition.p)}, {p_value(condition.p_holm)} after Holm; "
+        f"{size}{beside})"
     )
 
 
@@ -197,7 +189,7 @@ def _overall(evaluation: Evaluation) -> list[str]:
     found = evaluation.overall()
     said = (
         f"over all {found.n_conditions} conditions {evaluation.a.label} scores higher in {found.a_higher} and "
-        f"{evaluation.b.label} in {found.b_higher}; item by item the sign-flip test gives p = {_p(found.p)}"
+        f"{evaluation.b.label} in {found.b_higher}; item by item the sign-flip test gives p = {p_value(found.p)}"
     )
     if not found.enough:
         said += ": cannot tell, too few discordant items"
@@ -211,7 +203,7 @@ def _gold(evaluation: Evaluation) -> list[str]:
     gold = evaluation.gold
     if gold is None:
         return []
-    ends = "" if math.isnan(gold.low) else f", 95 % interval {number(gold.low)} to {number(gold.high)}"
+    ends = "" if math.isnan(gold.low) else f", 95 % interval {span(gold.low, gold.high)}"
     said = (
         f"the gold text is {number(abs(gold.value))} nats {'more' if gold.value >= 0 else 'less'} likely under "
         f"{evaluation.a.label} (mean over items{ends})"
@@ -220,7 +212,7 @@ def _gold(evaluation: Evaluation) -> list[str]:
     if null is not None and not null.refused and null.gold:
         low, high = min(null.gold), max(null.gold)
         said += (
-            f"; against its re-rolls the same number runs from {number(low)} to {number(high)}, so it "
+            f"; against its re-rolls the same number runs from {span(low, high)}, so it "
             f"{_stands_out(null.p_gold, len(null.gold))}"
         )
     return [said]
@@ -234,8 +226,8 @@ def _null(evaluation: Evaluation) -> list[str]:
     ]
     if 0 < evaluation.replicates < FEWEST_REPLICATES:
         found.append(
-            f"with {_count(evaluation.replicates, 're-roll')} no share of the null can be below "
-            f"{_p(1 / (1 + evaluation.replicates))}: {FEWEST_REPLICATES} or more can reach 5 %"
+            f"with {count_of(evaluation.replicates, 're-roll')} no share of the null can be below "
+            f"{p_value(1 / (1 + evaluation.replicates))}: {FEWEST_REPLICATES} or more can reach 5 %"
         )
     return found
 
@@ -244,42 +236,11 @@ def _stands_out(p: float, replicates: int) -> str:
     if math.isnan(p):
         return "cannot be held against them"
     if p <= ALPHA:
-        return f"stands out from them (p = {_p(p)})"
+        return f"stands out from them (p = {p_value(p)})"
     if replicates < FEWEST_REPLICATES and p <= 1 / (1 + replicates):
-        return f"lies beyond all of them, which are too few to say more (p = {_p(p)})"
-    return f"does not stand out from them (p = {_p(p)})"
-
-
-# --- numbers in words
-
-
-def percent(share: float) -> str:
-    """``"12 %"``; one decimal below 10 % where it is not whole."""
-    if math.isnan(share):
-        return "–"
-    value = 100 * share
-    return f"{value:.0f} %" if value >= 10 else f"{value:.1f}".removesuffix(".0") + " %"
-
-
-def points(difference: float, sign: bool = True) -> str:
-    """A difference of shares in percentage points, ``"+2.5"``."""
-    if math.isnan(difference):
-        return "–"
-    return f"{100 * difference:{'+' if sign else ''}.1f}".replace("-", "−")
-
-
-def _interval(rate: Rate) -> str:
-    return f"{percent(rate.value)}, 95 % interval {percent(rate.low)} to {percent(rate.high)}"
+        return f"lies beyond all of them, which are too few to say more (p = {p_value(p)})"
+    return f"does not stand out from them (p = {p_value(p)})"
 
 
 def _range(shares: tuple[float, ...]) -> str:
-    return f"{percent(min(shares))} to {percent(max(shares))}"
-
-
-def _p(p: float) -> str:
-    return "–" if math.isnan(p) else "< 0.001" if p < 0.001 else f"{p:.2g}"
-
-
-def _count(n: int, noun: str) -> str:
-    plural = noun[:-1] + "ies" if noun.endswith("y") else f"{noun}s"
-    return f"{n} {noun if n == 1 else plural}"
+    return span(min(shares), max(shares), in_percent)

@@ -80,14 +80,6 @@ def layers(drifts: Mapping[str, Drift]) -> pd.DataFrame:
     return pd.concat(rows, ignore_index=True)
 
 
-def plain(table: pd.DataFrame) -> list[dict[str, Any]]:
-    """Rows that JSON can hold; what is not known is None."""
-    return [
-        {key: None if isinstance(x, float) and np.isnan(x) else x for key, x in row.items()}
-        for row in table.astype(object).to_dict(orient="records")
-    ]
-
-
 def grouping(architecture: Architecture) -> str:
     """Query heads to KV heads, as in ``GQA 9:3``."""
     return f"{architecture.grouping} {architecture.n_heads}:{architecture.n_kv_heads}"

@@ -8,10 +8,11 @@ import numpy as np
 
 from kvdrift.drift.profile import MIN_PROMPTS
 from kvdrift.drift.result import Drift
-from kvdrift.drift.summary import model_name, number
 from kvdrift.experiments.architecture_numbers import Change, change, course, layer_changes, same_numbers
 from kvdrift.experiments.architecture_tables import grouping, windows
 from kvdrift.models.ending import nothing_followed
+from kvdrift.models.labels import model_name
+from kvdrift.words.numbers import number, percent, plural
 
 ALPHA = 0.05
 
@@ -78,7 +79,7 @@ def _grouping(original: Drift, copy: Drift) -> str:
             f"Grouping does not shape this drift: with {many} KV heads instead of {few} no bit of it changes (the "
             f"first layer holds {percent(a)} of the final drift with either{', a jump' if before.jumps else ''})"
         )
-    heads = f"{few} KV head{'s' * (few != 1)}"
+    heads = f"{few} {plural(few, 'KV head')}"
     shares = f"the first layer holds {percent(a)} of the final drift with {heads} and {percent(b)} with {many}"
     if not before.jumps and not after.jumps:
         return f"Grouping makes no first-layer jump: {shares}"
@@ -156,18 +157,6 @@ def _paired(found: Change) -> str:
         return f"{counts} (mean difference {number(found.mean)})"
     interval = f"95 % interval {number(found.low)} to {number(found.high)}, sign-flip p = {found.p:.2g}"
     return f"{counts} (mean difference {number(found.mean)}, {interval})"
-
-
-def percent(share: float) -> str:
-    """A share in per cent, with two digits below ten.
-
-    Examples
-    --------
-    >>> percent(0.00213), percent(0.5)
-    ('0.21 %', '50 %')
-    """
-    value = 100 * share
-    return f"{value:.0f} %" if abs(value) >= 10 or value == 0 else f"{value:.2g} %"
 
 
 def _average(values: np.ndarray) -> float:

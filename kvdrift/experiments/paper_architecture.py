@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
@@ -20,6 +21,7 @@ from kvdrift.models.load import load
 from kvdrift.models.model import Model, as_prompts
 from kvdrift.result import Saved, table_maker
 from kvdrift.runs.store import takes_store_as
+from kvdrift.words.plain import json_safe
 
 ARMS = {
     "original": "original",
@@ -101,8 +103,8 @@ class PaperArchitecture(Folder, Experiment):
 
     def to_dict(self) -> dict[str, Any]:
         """The tables and the reading as plain data."""
-        made = {name: tables.plain(self.to_dataframe(name)) for name in ("arms", "layers")}
-        return {**made, "reading": self.reading(), "notes": list(self.notes)}
+        rows = {name: self.to_dataframe(name).to_dict(orient="records") for name in ("arms", "layers")}
+        return json_safe({**rows, "reading": self.reading(), "notes": self.notes}, math.isnan)
 
 
 @takes_store_as("resume")

@@ -21,12 +21,13 @@ from kvdrift.patching.schedule import Schedule
 from kvdrift.patching.setup import read
 from kvdrift.patching.spec import Cell, Patch
 from kvdrift.patching.sweep import run_cells
-from kvdrift.patching.words import loses, nothing_written, number, plain
+from kvdrift.patching.words import loses, nothing_written, number
 from kvdrift.paths.cache_off import CacheOff
 from kvdrift.paths.cache_on import CacheOn
 from kvdrift.paths.path import Path
 from kvdrift.result import Saved
 from kvdrift.runs.store import takes_store_as
+from kvdrift.words.plain import json_safe, not_finite
 
 CONDITIONS: dict[str, tuple[str, ...]] = {
     "residual": ("resid_post",),
@@ -92,8 +93,7 @@ class PaperPatching(Folder, Experiment):
     def to_dict(self) -> dict[str, Any]:
         """The table and the reading as plain data."""
         rows = self.to_dataframe().to_dict(orient="records")
-        table = [{key: plain(value) for key, value in row.items()} for row in rows]
-        return {"table": table, "reading": self.reading()}
+        return {"table": json_safe(rows, not_finite), "reading": self.reading()}
 
 
 CAME_BACK = 0.9

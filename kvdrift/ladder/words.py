@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-import textwrap
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvdrift import markup
-from kvdrift.drift.findings import json_safe
 from kvdrift.drift.profile import MIN_PROMPTS
-from kvdrift.drift.summary import WIDTH, model_name, number, times
 from kvdrift.ladder.arms import ARMS, FLOOR, HALF
 from kvdrift.models.ending import nothing_followed, other_notes
+from kvdrift.models.labels import model_name
+from kvdrift.words.layout import bullets, columns
+from kvdrift.words.numbers import count, decades, number, percent, span, times
+from kvdrift.words.plain import json_safe
 
 if TYPE_CHECKING:
     from kvdrift.ladder.result import Ladder
@@ -29,19 +30,17 @@ def headline(ladder: Ladder) -> str:
     """What was compared, and over how much."""
     n, steps = len(ladder.prompts), int(ladder.counted.sum())
     return (
-        f"{model_name(ladder.model.model)} · cache-ON against cache-OFF in {_count(len(ladder.rungs), 'arm')} · base "
-        f"{ladder.base}, attention {ladder.model.attn} · {_count(n, 'prompt')}, {_count(steps, 'counted step')}"
+        f"{model_name(ladder.model.model)} · cache-ON against cache-OFF in {count(len(ladder.rungs), 'arm')} · base "
+        f"{ladder.base}, attention {ladder.model.attn} · {count(n, 'prompt')}, {count(steps, 'counted step')}"
     )
 
 
 def summary(ladder: Ladder) -> str:
     """The headline, one line per arm, the reading, the notes."""
     measured = ladder.counted.any()
-    lines = [headline(ladder), *(_table(ladder) if measured else [])]
-    for mark, sentences in (("•", reading(ladder)), ("!", ladder.notes if measured else other_notes(ladder.notes))):
-        for sentence in sentences:
-            lines += textwrap.wrap(sentence, WIDTH, initial_indent=f"{mark} ", subsequent_indent="  ")
-    return "\n".join(lines)
+    table = columns([COLUMNS, *(cells(ladder, rung) for rung in ladder.rungs)]) if measured else ()
+    notes = ladder.notes if measured else other_notes(ladder.notes)
+    return "\n".join([headline(ladder), *table, *bullets(reading(ladder), notes)])
 
 
 def html(ladder: Ladder) -> str:
@@ -61,16 +60,13 @@ def as_dict(ladder: Ladder) -> dict[str, Any]:
             "base": ladder.base,
             "prompts": len(ladder.prompts),
             "steps": ladder.arrays["n_steps"],
-            **{name: [_without_nan(row) for row in x.to_dict(orient="records")] for name, x in tables.items()},
+            **{name: x.to_dict(orient="records") for name, x in tables.items()},
             "reading": reading(ladder),
             "notes": ladder.notes,
-        }
+        },
+        none=math.isnan,
     )
     return found
-
-
-def _without_nan(row: dict[str, Any]) -> dict[str, Any]:
-    return {key: None if isinstance(x, float) and math.isnan(x) else x for key, x in row.items()}
 
 
 # --- the table
@@ -86,12 +82,12 @@ def cells(ladder: Ladder, rung: Rung) -> list[str]:
     return [
         rung.name,
         "0, bit-identical" if ladder.identical(rung.name) == 1 else number(kl.value),
-        "" if math.isnan(kl.error) else number(kl.error),
+        number(kl.error, ""),
         number(ladder.mean(rung.name, "logit_l2").value),
         number(rms_drift(ladder, rung.name)),
         str(ladder.count(rung.name, "flip")[0]),
         str(ladder.count(rung.name, "tie")[0]),
-        percent(ladder.identical(rung.name)),
+        percent(ladder.identical(rung.name), ""),
     ]
 
 
@@ -100,12 +96,6 @@ def rms_drift(ladder: Ladder, arm: str) -> float:
     squares = ladder.per_prompt(arm, "drift") ** 2
     known = squares[~np.isnan(squares)]
     return math.sqrt(known.mean()) if known.size else math.nan
-
-
-def _table(ladder: Ladder) -> list[str]:
-    rows = [list(COLUMNS), *(cells(ladder, rung) for rung in ladder.rungs)]
-    widths = [max(len(row[place]) for row in rows) for place in range(len(COLUMNS))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 # --- the reading
@@ -155,7 +145,7 @@ def _pair(ladder: Ladder, coarse: str, fine: str) -> list[str]:
     said = f"From {coarse} to {fine} KL shrinks by {decades(1 / row['kl'])}"
     low, high = row["kl_high"], row["kl_low"]
     if _many(ladder) and low > 0 and high > 0:
-        said += f" (95 % interval {decades(1 / low)} to {decades(1 / high)})"
+        said += f" (95 % interval {span(1 / low, 1 / high, decades)})"
     if row["drift_squared"] > 0:
         said += f"; the measured drift, squared, predicts {decades(1 / row['drift_squared'])}"
     said += f", the unit roundoff, squared, {decades(1 / row['roundoff_squared'])}"
@@ -222,8 +212,8 @@ def _flips(ladder: Ladder) -> list[str]:
             continue
         steps, prompts, bound = ladder.count(arm, "flip")
         ties = ladder.count(arm, "tie")[0]
-        tied = f", {_count(ties, 'exact tie')}" if ties else ""
-        said.append(f"{arm} {steps} in {prompts} of {n} prompts (below {percent(bound)} of such prompts{tied})")
+        tied = f", {count(ties, 'exact tie')}" if ties else ""
+        said.append(f"{arm} {steps} in {prompts} of {n} prompts (below {percent(bound, '')} of such prompts{tied})")
     return [f"Flips: {'; '.join(said)}; the bounds hold with 95 % confidence."] if said else []
 
 
@@ -268,28 +258,5 @@ def _times(ladder: Ladder, arm: str, reference: str) -> str:
         return "exactly 0×"
     interval = ""
     if _many(ladder) and not math.isnan(row["kl_low"]):
-        interval = f" ({times(row['kl_low'])} to {times(row['kl_high'])})"
+        interval = f" ({span(row['kl_low'], row['kl_high'], times)})"
     return f"{times(row['kl'])}{interval}"
-
-
-def decades(factor: float) -> str:
-    """A factor as a power of ten with one digit after the point, or, below 100, as it is.
-
-    Examples
-    --------
-    >>> decades(3.2e6), decades(64.0)
-    ('10^6.5', '64×')
-    """
-    return f"10^{math.log10(factor):.1f}" if factor >= 100 else times(factor)
-
-
-def percent(share: float) -> str:
-    """A share in per cent, with one digit below ten."""
-    if math.isnan(share):
-        return ""
-    value = 100 * share
-    return f"{value:.0f} %" if value >= 10 or value == 0 else f"{value:.2g} %"
-
-
-def _count(n: int, noun: str) -> str:
-    return f"{n:,} {noun}{'' if n == 1 else 's'}"

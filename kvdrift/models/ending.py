@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvdrift.models.model import Model
+from kvdrift.words.numbers import plural
 
 UNUSED_TEMPLATE = (
     "the model has a chat template and the text prompts went in without it; chat=True (at a terminal --chat) uses it"
@@ -63,7 +64,7 @@ def after(counts: Sequence[int]) -> str:
     ('after 0 to 3 tokens', 'after 1 token')
     """
     least, most = min(counts), max(counts)
-    return f"after {least if least == most else f'{least} to {most}'} token{'' if most == 1 else 's'}"
+    return f"after {least if least == most else f'{least} to {most}'} {plural(most, 'token')}"
 
 
 def way_on(notes: Sequence[str], follow: bool = True) -> str:

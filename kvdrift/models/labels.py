@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import PurePath
 
 
 @dataclass(frozen=True)
@@ -15,6 +16,11 @@ class PathInfo:
     attn: str
     device: str
     controls: tuple[str, ...] = ()
+
+
+def model_name(name: str) -> str:
+    """A model's name without the folder it lies in; names and Hub ids stay as they are."""
+    return PurePath(name).name if PurePath(name).is_absolute() else name
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ import numpy as np
 
 from kvdrift.drift.profile import MIN_PROMPTS
 from kvdrift.models.ending import nothing_followed, other_notes
+from kvdrift.words.numbers import count, plural
+from kvdrift.words.plain import json_safe, not_finite
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -42,7 +44,7 @@ def headline(result: Outcomes) -> str:
     n, steps = len(result.prompts), int(result.arrays["n_steps"].sum())
     return (
         f"{result.recipient.model} · {result.recipient.dtype} · {result.recipient.label} ← {result.donor.label} · "
-        f"{n} prompt{'s' * (n != 1)}, {steps} step{'s' * (steps != 1)}"
+        f"{n} {plural(n, 'prompt')}, {steps} {plural(steps, 'step')}"
     )
 
 
@@ -77,7 +79,7 @@ def _recovered(result: Outcomes, steps: str) -> list[str]:
     where = f"{_at(result, 0, steps)}: " if result.ends() else ""
     return [
         f"{where}recovery {number(found)} against {_REFERENCES[found.reference]}, {number(plain)} against no patch; "
-        f"restored bit for bit at {result.restored(steps=steps):.0%} of {n} step{'s' * (n != 1)}; "
+        f"restored bit for bit at {result.restored(steps=steps):.0%} of {n} {plural(n, 'step')}; "
         f"{result.flips(steps=steps)} of them pick another token than the donor "
         f"({result.flips(steps=steps, role='unpatched')} without the patch)"
     ]
@@ -178,41 +180,44 @@ def patch_dict(result: PatchResult) -> dict[str, Any]:
         arms[role] = {
             **_arm_dict(result, role, "after"),
             "written": _arm_dict(result, role, "written"),
-            "signature": _finite(result.signature(role)),
-            "followed": [_finite(x) for x in result.followed(role).mean(axis=0)],
+            "signature": result.signature(role),
+            "followed": result.followed(role).mean(axis=0),
         }
-    return {
-        "recipient": result.recipient.label,
-        "donor": result.donor.label,
-        "model": result.recipient.model,
-        "dtype": result.recipient.dtype,
-        "patch": [patch.to_dict() for patch in result.cells[0].patches],
-        "prompts": len(result.prompts),
-        "steps": [int(n) for n in result.arrays["n_steps"]],
-        "recovery": recovery_dict(result.recovery()),
-        "recovery_kl": recovery_dict(result.recovery(metric="kl")),
-        "recovery_against_unpatched": recovery_dict(result.recovery(against="unpatched")),
-        "recovery_written": recovery_dict(result.recovery(steps="written")),
-        "recovery_written_against_unpatched": recovery_dict(result.recovery(steps="written", against="unpatched")),
-        "free_recovery": recovery_dict(result.free_recovery()),
-        "trivial": result.trivial(),
-        "trivial_written": result.trivial(steps="written"),
-        "arms": arms,
-        "reading": reading(result),
-        "notes": list(result.notes),
-    }
+    return json_safe(
+        {
+            "recipient": result.recipient.label,
+            "donor": result.donor.label,
+            "model": result.recipient.model,
+            "dtype": result.recipient.dtype,
+            "patch": [patch.to_dict() for patch in result.cells[0].patches],
+            "prompts": len(result.prompts),
+            "steps": result.arrays["n_steps"],
+            "recovery": recovery_dict(result.recovery()),
+            "recovery_kl": recovery_dict(result.recovery(metric="kl")),
+            "recovery_against_unpatched": recovery_dict(result.recovery(against="unpatched")),
+            "recovery_written": recovery_dict(result.recovery(steps="written")),
+            "recovery_written_against_unpatched": recovery_dict(result.recovery(steps="written", against="unpatched")),
+            "free_recovery": recovery_dict(result.free_recovery()),
+            "trivial": result.trivial(),
+            "trivial_written": result.trivial(steps="written"),
+            "arms": arms,
+            "reading": reading(result),
+            "notes": list(result.notes),
+        },
+        not_finite,
+    )
 
 
 def _arm_dict(result: PatchResult, role: str, steps: str) -> dict[str, Any]:
     """What one arm did over the steps that count."""
     ran = result.counted(steps=steps).any()
     distances = {
-        metric: _finite(np.nanmean(result.distance(role, metric=metric, steps=steps))) if ran else None
+        metric: np.nanmean(result.distance(role, metric=metric, steps=steps)) if ran else None
         for metric in ("logit_l2", "kl")
     }
     return {
         **distances,
-        "restored": _finite(result.restored(steps=steps, role=role)),
+        "restored": result.restored(steps=steps, role=role),
         "flips": result.flips(steps=steps, role=role),
     }
 
@@ -245,7 +250,7 @@ def sweep_summary(sweep: Sweep) -> str:
         idle = sum(sweep.wrote_nothing(cell) for cell in silent)
         who = f"{idle} of them write" if idle < len(silent) else "it writes" if one else "they write"
         why = f": what {who} is what the recipient has" if idle else ""
-        lines.append(f"{len(silent)} cell{'s' * (not one)} change{'s' * one} no bit of the logits{why}")
+        lines.append(f"{count(len(silent), 'cell', thousands='')} change{'s' * one} no bit of the logits{why}")
     trivial = int(table["trivial"].sum())
     if trivial:
         lines.append(f"{trivial} left out, 1 by construction: the donor's last residual is written at every step")
@@ -292,17 +297,20 @@ def _changes_nothing(sweep: Sweep, cell: int) -> bool:
 def sweep_dict(sweep: Sweep) -> dict[str, Any]:
     """A sweep as plain data."""
     rows = sweep.to_dataframe().to_dict(orient="records")
-    return {
-        "recipient": sweep.recipient.label,
-        "donor": sweep.donor.label,
-        "model": sweep.recipient.model,
-        "dtype": sweep.recipient.dtype,
-        "prompts": len(sweep.prompts),
-        "steps": [int(n) for n in sweep.arrays["n_steps"]],
-        "over": list(sweep.over),
-        "cells": [{name: plain(value) for name, value in row.items()} for row in rows],
-        "notes": list(sweep.notes),
-    }
+    return json_safe(
+        {
+            "recipient": sweep.recipient.label,
+            "donor": sweep.donor.label,
+            "model": sweep.recipient.model,
+            "dtype": sweep.recipient.dtype,
+            "prompts": len(sweep.prompts),
+            "steps": sweep.arrays["n_steps"],
+            "over": list(sweep.over),
+            "cells": rows,
+            "notes": list(sweep.notes),
+        },
+        not_finite,
+    )
 
 
 def factorial_summary(result: Factorial) -> str:
@@ -311,8 +319,8 @@ def factorial_summary(result: Factorial) -> str:
 
     n, steps = len(result.prompts), int(result.counted.sum())
     lines = [
-        f"{result.on.model} · {result.on.dtype} · K/V state × kernel · {n} prompt{'s' * (n != 1)}, "
-        f"{steps} step{'s' * (steps != 1)}",
+        f"{result.on.model} · {result.on.dtype} · K/V state × kernel · {n} {plural(n, 'prompt')}, "
+        f"{steps} {plural(steps, 'step')}",
     ]
     if not result.counted.any():
         why = nothing_followed(result.arrays, result.provenance, result.notes)
@@ -342,18 +350,21 @@ def factorial_dict(result: Factorial) -> dict[str, Any]:
     from kvdrift.patching.factorial_result import METRICS, PAIRS
 
     def mean(pair: str, metric: str) -> float | None:
-        return _finite(np.nanmean(result.per_prompt(pair, metric))) if result.counted.any() else None
+        return np.nanmean(result.per_prompt(pair, metric)) if result.counted.any() else None
 
-    return {
-        "on": result.on.label,
-        "off": result.off.label,
-        "model": result.on.model,
-        "dtype": result.on.dtype,
-        "prompts": len(result.prompts),
-        "steps": [int(n) for n in result.arrays["n_steps"]],
-        "pairs": {pair: {metric: mean(pair, metric) for metric in METRICS} for pair in PAIRS},
-        "notes": list(result.notes),
-    }
+    return json_safe(
+        {
+            "on": result.on.label,
+            "off": result.off.label,
+            "model": result.on.model,
+            "dtype": result.on.dtype,
+            "prompts": len(result.prompts),
+            "steps": result.arrays["n_steps"],
+            "pairs": {pair: {metric: mean(pair, metric) for metric in METRICS} for pair in PAIRS},
+            "notes": list(result.notes),
+        },
+        not_finite,
+    )
 
 
 def number(found: Recovery) -> str:
@@ -369,15 +380,15 @@ def number(found: Recovery) -> str:
 
 
 def recovery_dict(found: Recovery) -> dict[str, Any]:
-    """A recovery as plain data, undefined numbers as None."""
+    """A recovery as a dictionary."""
     return {
-        "value": _finite(found.value),
-        "low": _finite(found.low),
-        "high": _finite(found.high),
-        "p_value": _finite(found.p_value),
-        "standard_error": _finite(found.standard_error),
-        "per_prompt": [_finite(x) for x in found.per_prompt],
-        "placebo_spread": [_finite(x) for x in found.spread],
+        "value": found.value,
+        "low": found.low,
+        "high": found.high,
+        "p_value": found.p_value,
+        "standard_error": found.standard_error,
+        "per_prompt": found.per_prompt,
+        "placebo_spread": found.spread,
         "reference": found.reference,
         "n": found.n,
     }
@@ -387,18 +398,3 @@ def _spread(values: np.ndarray) -> str:
     """Mean over prompts, and its range over seeds where there are several."""
     each = np.nanmean(values, axis=1)
     return f"{each.mean():.3g}" + (f" ({each.min():.3g} to {each.max():.3g})" if len(each) > 1 else "")
-
-
-def _finite(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None
-
-
-def plain(value: Any) -> Any:
-    """A table's value as JSON can hold it: numpy scalars as Python's, numbers that are not finite as None."""
-    if value is None or isinstance(value, (str, bool)):
-        return value
-    if isinstance(value, np.bool_):
-        return bool(value)
-    if isinstance(value, (int, np.integer)):
-        return int(value)
-    return _finite(value)

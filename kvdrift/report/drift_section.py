@@ -7,10 +7,10 @@ import numpy as np
 from kvdrift.drift import findings, peaks, summary
 from kvdrift.drift.profile import MIN_PROMPTS
 from kvdrift.drift.result import LOGIT_METRICS, Drift
-from kvdrift.drift.summary import number, times
 from kvdrift.report import parts
 from kvdrift.report.figures import drift_figures
 from kvdrift.report.parts import Column, Group, Section, Table, Tile
+from kvdrift.words.numbers import number, plural, times
 
 MAX_FLIPS = 300
 VISIBLE = str.maketrans({"\n": "⏎", "\r": "␍", "\t": "⇥"})
@@ -121,7 +121,7 @@ def _control_tile(drift: Drift) -> list[Tile]:
         return []
     kl = findings.mean(findings.counted_logits(drift.control, "kl"))
     found = len(findings.flips(drift.control))
-    return [Tile(f"KL in {drift.control.a.dtype}", number(kl), f"nats, mean; {found} flip{'s' * (found != 1)}")]
+    return [Tile(f"KL in {drift.control.a.dtype}", number(kl), f"nats, mean; {found} {plural(found, 'flip')}")]
 
 
 # --- tables

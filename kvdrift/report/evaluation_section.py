@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 
 from kvdrift import views
 from kvdrift.drift.profile import MIN_PROMPTS
-from kvdrift.drift.summary import number
 from kvdrift.evaluation import words
 from kvdrift.evaluation.conditions import Condition, Difference, Rate
 from kvdrift.evaluation.records import ItemRecord
 from kvdrift.evaluation.result import Evaluation
-from kvdrift.evaluation.words import percent, points
+from kvdrift.evaluation.words import in_percent
 from kvdrift.report import parts
 from kvdrift.report.figures import View, draw, sort
 from kvdrift.report.parts import Column, Section, Table, Tile
 from kvdrift.views import takeaway_evaluation as takeaway
 from kvdrift.views.takeaway_evaluation import OUT, UNKNOWN, p_words
+from kvdrift.words.numbers import number, points, span
 
 MAX_ITEMS = 200
 FIGURES = (
@@ -130,7 +129,7 @@ def _direction_row(c: Condition, names: tuple[str, str]) -> list[str]:
     null = c.null
     spread = "none"
     if null is not None and not null.refused:
-        spread = f"{points(min(null.differences))} to {points(max(null.differences))}"
+        spread = span(min(null.differences), max(null.differences), points)
     return [
         c.strategy, _rate(c.accuracy_a), _rate(c.accuracy_b), points(c.difference.value), _interval(c.difference),
         f"{c.only_a} : {c.only_b}", f"{c.test}, {p_words(c.p)}", p_words(c.p_holm),
@@ -153,8 +152,8 @@ def rate_table(result: Evaluation) -> Table:
         null, half = c.null, words.median_token(c)
         shares = () if null is None or null.refused else null.divergence
         rows.append([
-            c.strategy, str(c.divergence.n), str(c.divergence.events), percent(c.divergence.value),
-            _ends(c.divergence.low, c.divergence.high, percent), "never" if half is None else str(half),
+            c.strategy, str(c.divergence.n), str(c.divergence.events), in_percent(c.divergence.value),
+            span(c.divergence.low, c.divergence.high, in_percent), "never" if half is None else str(half),
             _spread(list(shares)) if shares else "none", ": ".join(takeaway.against_null(null, _p(c, "divergence"))),
         ])  # fmt: skip
     caption = "Re-rolls: the range of the share of texts that leave path a's when only the order of its sums changes."
@@ -193,17 +192,13 @@ def _p(condition: Condition, what: str) -> float:
 
 
 def _rate(rate: Rate) -> str:
-    return f"{rate.events} of {rate.n} ({percent(rate.value)})"
+    return f"{rate.events} of {rate.n} ({in_percent(rate.value)})"
 
 
 def _interval(difference: Difference) -> str:
-    return _ends(difference.low, difference.high, points)
-
-
-def _ends(low: float, high: float, say: Callable[[float], str]) -> str:
-    return "none" if math.isnan(low) else f"{say(low)} to {say(high)}"
+    return span(difference.low, difference.high, points)
 
 
 def _spread(shares: list[float]) -> str:
-    low, high = percent(min(shares)), percent(max(shares))
+    low, high = in_percent(min(shares)), in_percent(max(shares))
     return low if low == high else f"{low} to {high}"

@@ -7,12 +7,12 @@ from functools import partial
 import numpy as np
 
 from kvdrift import views
-from kvdrift.drift.summary import number
 from kvdrift.patching.factorial_result import EDGES, PAIRS, PLACEBOS, WHOLE, Factorial
 from kvdrift.report import parts
 from kvdrift.report.figures import View, draw, sort
 from kvdrift.report.parts import Column, Section, Table, Tile
-from kvdrift.views.interventions import percent, size
+from kvdrift.views.interventions import of_steps, size
+from kvdrift.words.numbers import number
 
 FIGURE = View(
     "factorial",
@@ -51,7 +51,7 @@ def tiles(result: Factorial) -> list[Tile]:
     n = len(result.prompts)
     made = [Tile("prompts", str(n), f"{int(result.counted.sum()):,} counted steps")]
     for pair, (label, detail) in TILES.items():
-        same = percent(mean(result.per_prompt(pair, "identical")))
+        same = of_steps(mean(result.per_prompt(pair, "identical")))
         distance = number(mean(result.per_prompt(pair)))
         made.append(Tile(label, distance, f"logit L2, {detail}; bit-identical at {same} of steps"))
     return made
@@ -70,7 +70,7 @@ def pair_table(result: Factorial) -> Table:
             what[pair],
             number(mean(result.per_prompt(pair))),
             number(mean(result.per_prompt(pair, "kl"))),
-            percent(mean(result.per_prompt(pair, "identical"))),
+            of_steps(mean(result.per_prompt(pair, "identical"))),
         ]
         for pair in PAIRS
     ]

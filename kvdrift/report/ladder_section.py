@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any
 
 from kvdrift import views
 from kvdrift.drift.profile import MIN_PROMPTS
-from kvdrift.drift.summary import number, times
 from kvdrift.ladder import words
 from kvdrift.ladder.result import Ladder
 from kvdrift.report import parts
 from kvdrift.report.figures import View, draw, sort
 from kvdrift.report.parts import Column, Section, Table, Tile
+from kvdrift.words.numbers import number, percent, span, times
 
 FIGURE = View(
     "ladder",
@@ -22,6 +21,8 @@ FIGURE = View(
     "falls with precision as the measured drift, squared, says (diamonds), and is exactly zero where every row is "
     "computed at one fixed shape. The bars are what rounding of stored numbers alone would give.",
 )
+
+_number = partial(number, unknown="none")
 
 
 def section(result: Ladder, id: str) -> Section:
@@ -52,7 +53,7 @@ def tiles(result: Ladder) -> list[Tile]:
     if _ran(result, "fixed-shape"):
         same = result.identical("fixed-shape")
         tone = "" if same == 1 else "warn"
-        made.append(Tile("fixed shape", words.percent(same), "of steps with equal logits", tone))
+        made.append(Tile("fixed shape", percent(same, ""), "of steps with equal logits", tone))
     if _ran(result, "float32") and result.base != "float32" and result.mean("float32").value > 0 and base.value > 0:
         row = _ratios(result).loc["float32"]
         predicted = words.decades(1 / row["drift_squared"]) if row["drift_squared"] > 0 else "nothing"
@@ -75,13 +76,13 @@ def arm_table(result: Ladder) -> Table:
     for _, row in result.to_dataframe().iterrows():
         note = row["reason"] or (f"the same numbers as {row['same_as']}" if row["same_as"] else "")
         if row["weights_changed"]:
-            note = f"{note}; the cast rounds {words.percent(row['weights_changed'])} of the weights".strip("; ")
+            note = f"{note}; the cast rounds {percent(row['weights_changed'], '')} of the weights".strip("; ")
         numbers = [""] * 11
         if row["status"] == "ran":
             numbers = [
                 number(row["kl"]), _number(row["kl_se"]), number(row["kl_median"]), _number(row["kl_float32_head"]),
                 number(row["logit_l2"]), _number(row["drift"]), str(row["flips"]), str(row["flip_prompts"]),
-                words.percent(row["flip_bound"]), str(row["ties"]), words.percent(row["identical"]),
+                percent(row["flip_bound"], ""), str(row["ties"]), percent(row["identical"], ""),
             ]  # fmt: skip
         status = row["what"] if row["status"] == "ran" else f"{row['what']}: {row['status']}"
         rows.append([row["arm"], status, *numbers, row["kernels"], note])
@@ -129,10 +130,5 @@ def _ratios(result: Ladder) -> Any:
     return result.ratios().set_index("arm")
 
 
-def _number(value: float) -> str:
-    return "none" if math.isnan(value) else number(value)
-
-
 def _interval(row: Any, name: str) -> str:
-    low, high = row[f"{name}_low"], row[f"{name}_high"]
-    return "none" if math.isnan(low) else f"{number(low)} to {number(high)}"
+    return span(row[f"{name}_low"], row[f"{name}_high"])

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 
 import pandas as pd
 
 from kvdrift import views
 from kvdrift.drift.profile import MIN_PROMPTS
-from kvdrift.drift.summary import number
-from kvdrift.experiments.architecture_words import percent
 from kvdrift.experiments.paper_architecture import ARMS, PaperArchitecture
 from kvdrift.report import parts
 from kvdrift.report.figures import View, draw, sort
 from kvdrift.report.parts import Column, Section, Table, Tile
 from kvdrift.views.words import counts
+from kvdrift.words.numbers import number, percent, span
 
 FIGURE = View(
     "architectures",
@@ -24,6 +22,8 @@ FIGURE = View(
     "tokens. A curve on top of the original's (broad and pale) says that what was changed does not shape the drift.",
 )
 KINDS = {"drift": "accumulated", "local": "local"}
+
+_number = partial(number, unknown="none")
 
 
 def section(result: PaperArchitecture, id: str) -> Section:
@@ -56,7 +56,7 @@ def tiles(result: PaperArchitecture, table: pd.DataFrame) -> list[Tile]:
         row = rows.loc[arm]
         same = arm != ARMS["original"] and row["same_numbers"]
         detail = "of the final drift; every number as in the original" if same else "of the final drift"
-        made.append(Tile(f"first layer, {arm}", _percent(row["first_share"]), detail, "quiet" if same else ""))
+        made.append(Tile(f"first layer, {arm}", percent(row["first_share"], "none"), detail, "quiet" if same else ""))
     return made
 
 
@@ -74,15 +74,15 @@ def arm_table(table: pd.DataFrame) -> Table:
         rows.append([
             str(row["arm"]), str(row["grouping"]), str(row["windows"]), KINDS[row["of"]],
             _number(row["first"]), _number(row["first_floor"]),
-            *_change(row, "first", changed), _percent(row["first_share"]), *_change(row, "first_share", changed),
-            _percent(row["largest_share"]),
+            *_change(row, "first", changed), percent(row["first_share"], "none"), *_change(row, "first_share", changed),
+            percent(row["largest_share"], "none"),
             "none" if pd.isna(row["largest_layer"]) else str(int(row["largest_layer"])),
             ("yes" if row["same_numbers"] else "no") if changed else "",
         ])  # fmt: skip
     caption = (
         "Means over prompts; changes are paired differences to the original. Shares are of the last layer's drift "
-        f"(accumulated) or of the sum over layers (local): {_percent(table['even_share'].iloc[0])} in an even course. "
-        "p: sign-flip test over prompts."
+        f"(accumulated) or of the sum over layers (local): {percent(table['even_share'].iloc[0], 'none')} in an even "
+        "course. p: sign-flip test over prompts."
     )
     return Table("Architectures", caption, columns, rows, open=True)
 
@@ -106,14 +106,8 @@ def layer_table(result: PaperArchitecture) -> Table:
 def _change(row: pd.Series, name: str, changed: bool) -> list[str]:
     if not changed:
         return ["", "", ""]
-    low, high = row[f"{name}_change_low"], row[f"{name}_change_high"]
-    interval = "none" if math.isnan(low) else f"{number(low)} to {number(high)}"
-    return [_number(row[f"{name}_change"]), interval, _number(row[f"{name}_p"])]
-
-
-def _number(value: float) -> str:
-    return "none" if math.isnan(value) else number(value)
-
-
-def _percent(value: float) -> str:
-    return "none" if math.isnan(value) else percent(value)
+    return [
+        _number(row[f"{name}_change"]),
+        span(row[f"{name}_change_low"], row[f"{name}_change_high"]),
+        _number(row[f"{name}_p"]),
+    ]

@@ -10,15 +10,17 @@ import pandas as pd
 
 from kvdrift import views
 from kvdrift.drift.profile import MIN_PROMPTS
-from kvdrift.drift.summary import number
 from kvdrift.experiments.paper_patching import DIRECTIONS, PaperPatching
 from kvdrift.report import parts
 from kvdrift.report.figures import draw, sort
 from kvdrift.report.parts import Column, Group, Section, Table, Tile
 from kvdrift.report.patching_section import CURVE, RECOVERY
-from kvdrift.views.interventions import percent, signed, size
+from kvdrift.views.interventions import of_steps, size
+from kvdrift.words.numbers import number, signed, span
 
 LASTING = "KV, persistent"
+
+_number = partial(number, unknown="none")
 
 
 def section(result: PaperPatching, id: str) -> Section:
@@ -73,9 +75,9 @@ def tiles(result: PaperPatching, table: pd.DataFrame) -> list[Tile]:
     ):
         row = rows.loc[(schedule, condition)]
         low, high = row["against_unpatched_low"], row["against_unpatched_high"]
-        interval = "no interval" if math.isnan(low) else f"95 % interval {signed(low)} to {signed(high)}"
+        interval = "no interval" if math.isnan(low) else f"95 % interval {span(low, high, signed)}"
         tone = "quiet" if not low > 0 else ""
-        made.append(Tile(label, _signed(row["against_unpatched"]), f"recovery against no patch; {interval}", tone))
+        made.append(Tile(label, signed(row["against_unpatched"]), f"recovery against no patch; {interval}", tone))
     return made
 
 
@@ -91,12 +93,12 @@ def condition_table(table: pd.DataFrame) -> Table:
             str(row["direction"]),
             str(row["schedule"]),
             str(row["condition"]),
-            _signed(row["recovery"]),
+            signed(row["recovery"]),
             _number(row["recovery_se"]),
-            _signed(row["against_unpatched"]),
+            signed(row["against_unpatched"]),
             _number(row["logit_l2"]),
             _number(row["logit_l2_se"]),
-            percent(float(row["restored"])),
+            of_steps(float(row["restored"])),
             str(row["flips"]),
             "not known" if math.isnan(row["followed"]) else f"{row['followed']:.3g}",
             str(row["n"]),
@@ -114,11 +116,3 @@ def condition_table(table: pd.DataFrame) -> Table:
 def _provenance(result: PaperPatching) -> list[Group]:
     one = next(iter(result.sweeps.values()))
     return parts.provenance({"donor": one.donor, "recipient": one.recipient}, one.architecture, one.provenance)
-
-
-def _signed(value: float) -> str:
-    return "undefined" if math.isnan(value) else signed(value)
-
-
-def _number(value: float) -> str:
-    return "none" if math.isnan(value) else number(value)

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from kvdrift.drift import summary
 from kvdrift.models.architecture import Architecture
-from kvdrift.models.labels import PathInfo, Prompt
+from kvdrift.models.labels import PathInfo, Prompt, model_name
 from kvdrift.provenance import prompt_hash
 from kvdrift.report.figures import Figure, Missing
 
@@ -69,7 +68,7 @@ class Section:
 
 def subject(path: PathInfo) -> str:
     """What was looked at, as in ``smollm2-135m in bfloat16``."""
-    return f"{summary.model_name(path.model)} in {path.dtype}"
+    return f"{model_name(path.model)} in {path.dtype}"
 
 
 def sentences(text: str, notes: Sequence[str]) -> list[str]:
@@ -176,7 +175,7 @@ def plain(value: Any) -> str:
         nested = any(isinstance(item, list | tuple) for item in value)
         return ("; " if nested else ", ").join(plain(item) for item in value)
     text = str(value)
-    return summary.model_name(text)
+    return model_name(text)
 
 
 def _is_range(values: Sequence[Any]) -> bool:

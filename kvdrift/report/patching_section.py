@@ -10,9 +10,8 @@ import numpy as np
 import pandas as pd
 
 from kvdrift import views
-from kvdrift.drift import summary
 from kvdrift.drift.profile import MIN_PROMPTS
-from kvdrift.drift.summary import number
+from kvdrift.models.labels import model_name
 from kvdrift.patching import words
 from kvdrift.patching.outcome import Outcomes
 from kvdrift.patching.recovery import Recovery
@@ -20,7 +19,8 @@ from kvdrift.patching.result import PatchResult, Sweep
 from kvdrift.report import parts
 from kvdrift.report.figures import Figure, Missing, View, draw, sort
 from kvdrift.report.parts import Column, Section, Table, Tile
-from kvdrift.views.interventions import percent, signed
+from kvdrift.views.interventions import of_steps
+from kvdrift.words.numbers import count, number, signed, span
 
 MAX_CELLS = 1000
 
@@ -62,7 +62,7 @@ def sweep_section(sweep: Sweep, id: str) -> Section:
         draw(RECOVERY, f"{id}-recovery", partial(views.recovery, sweep)),
         draw(CURVE, f"{id}-recovery_curve", partial(views.recovery_curve, sweep, shown)),
     ]
-    heading = f"sweep of {len(sweep.cells)} cell{'s' * (len(sweep.cells) != 1)}"
+    heading = f"sweep of {count(len(sweep.cells), 'cell', thousands='')}"
     return _section(sweep, id, heading, sweep.summary(), tiles(sweep, cell), figures, shown)
 
 
@@ -90,7 +90,7 @@ def _section(
 
 def _headline(result: Outcomes) -> str:
     """The summary's headline, without the folder that the model lies in."""
-    return words.headline(result).replace(result.recipient.model, summary.model_name(result.recipient.model))
+    return words.headline(result).replace(result.recipient.model, model_name(result.recipient.model))
 
 
 def best_cell(sweep: Sweep) -> int | None:
@@ -116,21 +116,19 @@ def tiles(result: Outcomes, cell: int | None) -> list[Tile]:
         return [first, Tile("recovery", "1 by construction", f"{name}: proves nothing", "warn")]
     found, bare = result.recovery(cell), result.recovery(cell, role="unpatched")
     label = "best recovery" if len(result.cells) > 1 else "recovery"
-    interval = "" if math.isnan(found.low) else f"; 95 % interval {signed(found.low)} to {signed(found.high)}"
+    interval = "" if math.isnan(found.low) else f"; 95 % interval {span(found.low, found.high, signed)}"
     total = float(result.arrays["n_steps"].mean())
     followed = [_mean(result.followed(role, cell)) for role in ("patched", "unpatched")]
-    made = [first, Tile(label, _signed(found.value), f"{name}{interval}")]
+    made = [first, Tile(label, signed(found.value), f"{name}{interval}")]
     if found.reference == "placebo":
         spread = found.spread
-        detail = (
-            "one placebo" if math.isnan(spread[0]) else f"single placebos {signed(spread[0])} to {signed(spread[1])}"
-        )
-        made.append(Tile("without a patch", _signed(bare.value), f"on the same scale; {detail}"))
+        detail = "one placebo" if math.isnan(spread[0]) else f"single placebos {span(*spread, signed)}"
+        made.append(Tile("without a patch", signed(bare.value), f"on the same scale; {detail}"))
     made.append(
         Tile(
             "restored bit for bit",
-            percent(result.restored(cell)),
-            f"of {_count(int(result.counted(cell).sum()), 'step')}",
+            of_steps(result.restored(cell)),
+            f"of {count(int(result.counted(cell).sum()), 'step')}",
         )
     )
     if result.ends(cell):
@@ -145,8 +143,8 @@ def _written_tile(result: Outcomes, cell: int) -> Tile:
     if result.trivial(cell, "written"):
         return Tile("where it is written", "1 by construction", "the donor's last residual: proves nothing", "warn")
     found, n = result.recovery(cell, steps="written"), int(result.counted(cell, "written").sum())
-    restored = percent(result.restored(cell, "written"))
-    return Tile("where it is written", _signed(found.value), f"{restored} restored, of {_count(n, 'step')}")
+    restored = of_steps(result.restored(cell, "written"))
+    return Tile("where it is written", signed(found.value), f"{restored} restored, of {count(n, 'step')}")
 
 
 # --- tables
@@ -177,14 +175,14 @@ def _cell_row(result: Outcomes, row: pd.Series) -> list[str]:
         str(row["cell"]),
         str(row["label"]),
         _short(result.recovery(int(row["cell"]))),
-        "1 by construction" if row["trivial_written"] else _signed(row["recovery_written"]),
-        "none" if math.isnan(row["p_holm"]) else number(row["p_holm"]),
-        _range(row["placebo_low"], row["placebo_high"]),
+        "1 by construction" if row["trivial_written"] else signed(row["recovery_written"]),
+        number(row["p_holm"], "none"),
+        span(row["placebo_low"], row["placebo_high"], signed),
         _short(plain) if row["reference"] != "unpatched" else "the same",
         number(row["logit_l2"]),
         number(row["logit_l2_reference"]),
         number(row["logit_l2_unpatched"]),
-        percent(float(row["restored"])),
+        of_steps(float(row["restored"])),
         str(row["flips"]),
         "not known" if math.isnan(row["followed"]) else f"{row['followed']:.3g}",
         str(row["n"]),
@@ -209,16 +207,16 @@ def arm_table(result: Outcomes, cell: int) -> Table:
             str(len(result.find(role, cell))),
             number(_mean(result.distance(role, cell))),
             number(_mean(result.distance(role, cell, "kl"))),
-            percent(result.restored(cell, role=role)),
+            of_steps(result.restored(cell, role=role)),
             str(result.flips(cell, role=role)),
             "not known" if math.isnan(followed) else f"{followed:.3g}",
         ]
         if signature:
             value = _mean(result.values("signature", role, cell)[:, result.counted(cell)])
-            row.append("not computed" if math.isnan(value) else number(value))
+            row.append(number(value, "not computed"))
         if ends:
             row.append(number(_mean(result.distance(role, cell, steps="written"))))
-            row.append(percent(result.restored(cell, "written", role)))
+            row.append(of_steps(result.restored(cell, "written", role)))
         rows.append(row)
     caption = (
         f"Cell {cell}: {result.cells[cell].label}. Means over the steps that follow the first write; flips are those "
@@ -236,7 +234,7 @@ def prompt_table(result: Outcomes, cell: int) -> Table:
     values = [
         [
             str(int(n)),
-            _signed(found.per_prompt[p]),
+            signed(found.per_prompt[p]),
             *("not known" if math.isnan(x[p]) else f"{x[p]:.3g}" for x in followed.values()),
         ]
         for p, n in enumerate(result.arrays["n_steps"])
@@ -249,22 +247,10 @@ def prompt_table(result: Outcomes, cell: int) -> Table:
 
 def _short(found: Recovery) -> str:
     """A recovery and its interval in a few characters."""
-    interval = "" if math.isnan(found.low) else f" ({_range(found.low, found.high)})"
-    return f"{_signed(found.value)}{interval}"
-
-
-def _range(low: float, high: float) -> str:
-    return "none" if math.isnan(low) else f"{signed(low)} to {signed(high)}"
-
-
-def _signed(value: float) -> str:
-    return "undefined" if math.isnan(value) else signed(value)
+    interval = "" if math.isnan(found.low) else f" ({span(found.low, found.high, signed)})"
+    return f"{signed(found.value)}{interval}"
 
 
 def _mean(values: np.ndarray) -> float:
     known = values[np.isfinite(values)]
     return float(known.mean()) if known.size else math.nan
-
-
-def _count(n: int, noun: str) -> str:
-    return f"{n:,} {noun}{'' if n == 1 else 's'}"

@@ -11,14 +11,14 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from kvdrift.drift.summary import interval, number
 from kvdrift.evaluation.conditions import Condition, Rate
 from kvdrift.evaluation.result import Evaluation
-from kvdrift.evaluation.words import percent, points
+from kvdrift.evaluation.words import in_percent
 from kvdrift.views import takeaway_evaluation as takeaway
 from kvdrift.views.takeaway_evaluation import OUT, UNKNOWN, WITHIN
 from kvdrift.views.theme import FLOOR, FLOOR_LINE, NOT_FINITE, PATH_A, PATH_B, SERIES, lay_out, title_text
 from kvdrift.views.words import escape
+from kvdrift.words.numbers import interval, number, points
 
 ROW = 104  # pixels from one condition to the next
 MARK, SWARM = -0.24, 0.18  # where in its row a difference stands, and where its re-rolls
@@ -158,7 +158,7 @@ def _accuracies(conditions: Sequence[Condition], names: tuple[str, str]) -> list
 
 
 def _share(rate: Rate) -> str:
-    return f"{percent(rate.value)} ({interval(rate.low, rate.high, percent)})"
+    return f"{in_percent(rate.value)} ({interval(rate.low, rate.high, in_percent)})"
 
 
 def _bars(values: Sequence[tuple[float, float, float]], colour: str) -> dict[str, object]:

@@ -9,14 +9,14 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from kvdrift.drift.summary import interval
 from kvdrift.evaluation.conditions import Condition
 from kvdrift.evaluation.result import Evaluation
-from kvdrift.evaluation.words import median_token, percent
+from kvdrift.evaluation.words import in_percent, median_token
 from kvdrift.views import takeaway_evaluation as takeaway
 from kvdrift.views.curves import band
 from kvdrift.views.theme import FLOOR_LINE, SERIES, lay_out, title_text
 from kvdrift.views.words import escape
+from kvdrift.words.numbers import interval
 
 COLUMNS = 3
 ROW = 340  # pixels of one row of panels
@@ -88,9 +88,9 @@ def null_incidence(evaluation: Evaluation, strategy: str) -> list[tuple[list[int
 def _heading(condition: Condition) -> str:
     """Three short lines, so that narrow panels do not run into each other."""
     rate, half, null = condition.divergence, median_token(condition), condition.null
-    lines = [f"{percent(rate.value)} of {rate.n} part, {'half never' if half is None else f'half by token {half}'}"]
+    lines = [f"{in_percent(rate.value)} of {rate.n} part, {'half never' if half is None else f'half by token {half}'}"]
     if null is not None and not null.refused:
-        lines.append(f"re-rolls: {percent(min(null.divergence))} to {percent(max(null.divergence))}")
+        lines.append(f"re-rolls: {in_percent(min(null.divergence))} to {in_percent(max(null.divergence))}")
     small = "<br>".join(f'<span style="font-size:12px">{line}</span>' for line in lines)
     return f"<b>{escape(condition.strategy)}</b><br>{small}"
 
@@ -121,7 +121,7 @@ def _panel(
     against = takeaway.against_null(condition.null, math.nan if condition.null is None else condition.null.p_divergence)
     verdict = f"whole rate against re-rolls: {', '.join(against)}"
     hover = [
-        [escape(condition.strategy), percent(s / 100), interval(a / 100, b / 100, percent), verdict]
+        [escape(condition.strategy), in_percent(s / 100), interval(a / 100, b / 100, in_percent), verdict]
         for s, a, b in zip(share, low, high, strict=True)
     ]
     traces.append(
@@ -160,7 +160,7 @@ def _null(evaluation: Evaluation, condition: Condition, first: bool) -> go.Scatt
         x, y = _stairs(tokens, evaluation.max_new_tokens, shares)
         xs += [x, np.array([np.nan])]
         ys += [y, np.array([np.nan])]
-        hover += [[str(replicate), percent(share / 100)] for share in y] + [["", ""]]
+        hover += [[str(replicate), in_percent(share / 100)] for share in y] + [["", ""]]
     return go.Scatter(
         x=np.concatenate(xs), y=np.concatenate(ys), mode="lines", name="one re-roll", legendgroup="null",
         showlegend=first, line={"color": FLOOR_LINE, "width": 1}, opacity=0.55, customdata=hover, meta="null",

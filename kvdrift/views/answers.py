@@ -9,7 +9,6 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from kvdrift.drift.summary import number
 from kvdrift.errors import InputError
 from kvdrift.evaluation.records import Answer, ItemRecord, Trial
 from kvdrift.evaluation.result import Evaluation
@@ -18,6 +17,7 @@ from kvdrift.views.choices import menu
 from kvdrift.views.text_width import wrap
 from kvdrift.views.theme import NARROW, lay_out, title_text
 from kvdrift.views.words import escape, token_label
+from kvdrift.words.numbers import number, plural
 
 MAX_TEXTS = 40  # pairs of texts held in one figure
 WIDTH = 100  # characters of a line; half of it for each path after the texts have parted
@@ -221,7 +221,7 @@ def _page(evaluation: Evaluation, pair: _Pair) -> _Page:
         line += 1
     line += 0.3
     if part:
-        page.texts.append((0, line, f"<b>both</b> wrote {part} token{'s' * (part != 1)}"))
+        page.texts.append((0, line, f"<b>both</b> wrote {part} {plural(part, 'token')}"))
         places, dropped = _wrapped(evaluation, b.tokens[:part], WIDTH, PREFIX_LINES, keep_end=True)
         if dropped:
             page.texts[-1] = (0, line, f"{page.texts[-1][2]}; the first {dropped} are left out here")
@@ -249,7 +249,7 @@ def _page(evaluation: Evaluation, pair: _Pair) -> _Page:
         colours = [kind if kind == "first" else f"{path} {kind}" for kind in kinds[side]]
         end = _place(page, evaluation, rest, places, below, left, colours, hover)
         if dropped:
-            page.texts.append((left, end, f"… and {dropped} more token{'s' * (dropped != 1)}"))
+            page.texts.append((left, end, f"… and {dropped} {plural(dropped, 'more token')}"))
         ends.append(end + bool(dropped))
     page.end = max(ends)
     return page

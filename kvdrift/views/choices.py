@@ -8,6 +8,7 @@ import numpy as np
 
 from kvdrift.errors import InputError
 from kvdrift.views.words import Prompted, escape, prompt_label
+from kvdrift.words.numbers import count
 
 MAX_CELLS = 200_000  # numbers drawn or held ready in one figure
 MAX_PROMPTS = 12
@@ -16,7 +17,7 @@ MAX_PROMPTS = 12
 def check_prompt(result: Prompted, prompt: int) -> None:
     """Refuse a prompt number that this result does not have."""
     if not 0 <= prompt < len(result.prompts):
-        have = f"{len(result.prompts)} prompt{'s' * (len(result.prompts) != 1)}"
+        have = f"{count(len(result.prompts), 'prompt', thousands='')}"
         raise InputError(f"prompt={prompt} is out of range: this result has {have}, counted from 0.")
 
 

@@ -15,6 +15,7 @@ from kvdrift.errors import SiteError
 from kvdrift.views.scale import log_ticks
 from kvdrift.views.theme import FLOOR, FLOOR_LINE, NOT_FINITE
 from kvdrift.views.words import cell_text, layer_kinds
+from kvdrift.words.numbers import plural
 
 BAND_LIMIT = 20  # floor curves up to which the band shows their whole range
 
@@ -74,7 +75,7 @@ class Curve:
         """What the band shows."""
         what = "5 to 95 % of" if len(self.floor) > BAND_LIMIT else "range of"
         prompts = len(self.floor) // max(1, self.seeds)
-        rolls = f"{self.seeds} re-roll{'s' * (self.seeds != 1)}"
+        rolls = f"{self.seeds} {plural(self.seeds, 're-roll')}"
         return f"rounding floor ({what} {rolls}{f' in each of {prompts} prompts' if prompts > 1 else ''})"
 
 

@@ -8,13 +8,13 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from kvdrift.drift.summary import model_name
 from kvdrift.errors import InputError
+from kvdrift.models.labels import model_name
 from kvdrift.patching.factorial_result import EDGES, PLACEBOS, WHOLE, Factorial
 from kvdrift.views import takeaway_patching as takeaway
 from kvdrift.views.choices import whole_numbers
 from kvdrift.views.curves import LogAxis
-from kvdrift.views.interventions import percent, size
+from kvdrift.views.interventions import of_steps, size
 from kvdrift.views.step_curves import step_curve, step_traces, zero_words
 from kvdrift.views.text_width import wrap
 from kvdrift.views.theme import FLOOR_LINE, NARROW, PATH_A, PATH_B, SERIES, lay_out, title_text
@@ -107,7 +107,7 @@ def _equal(factorial: Factorial, pairs: tuple[str, ...]) -> str:
     if not factorial.counted.any():
         return "no step counts"
     shares = [_share(factorial, pair) for pair in pairs]
-    both, ulp, kernel, state = (percent(share) for share in shares)
+    both, ulp, kernel, state = (of_steps(share) for share in shares)
     return f"bit for bit equal: kernel {kernel}, K/V {state}, both {both}, placebo {ulp} of steps"
 
 

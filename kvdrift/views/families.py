@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 import plotly.graph_objects as go
 
 from kvdrift.drift.result import Drift
-from kvdrift.drift.summary import model_name
 from kvdrift.errors import InputError
+from kvdrift.models.labels import model_name
 from kvdrift.views import takeaway
 from kvdrift.views.curves import LogAxis, curve, curve_traces
 from kvdrift.views.theme import SERIES, lay_out, title_text
 from kvdrift.views.words import cell_text, escape
+from kvdrift.words.numbers import count
 
 
 def families(
@@ -64,7 +65,7 @@ def families(
     fig.update_yaxes(title_text="relative L2 drift, ‖a−b‖ / ‖b‖", **axis.settings())
     title = title_text(
         takeaway.families(named, site),
-        f"Drift at {site} over relative depth, {len(named)} model{'s' * (len(named) != 1)}; "
+        f"Drift at {site} over relative depth, {count(len(named), 'model', thousands='')}; "
         "shade: 95 % interval over prompts, dashed: the model's own rounding floor (re-rolled sums).",
     )
     return lay_out(fig, title, dark=dark)

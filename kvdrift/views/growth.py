@@ -9,13 +9,13 @@ import numpy as np
 import plotly.graph_objects as go
 
 from kvdrift.drift.result import Drift
-from kvdrift.drift.summary import times
 from kvdrift.views import takeaway
 from kvdrift.views.choices import MAX_PROMPTS, menu, whole_numbers
 from kvdrift.views.curves import Curve, LogAxis, curve, curve_sites, curve_traces, floor_traces
 from kvdrift.views.local import Local, local
 from kvdrift.views.theme import PATH_A, SERIES, lay_out, title_text
 from kvdrift.views.words import cell_text, counts, escape, layer_kind, prompt_label, versus
+from kvdrift.words.numbers import count, times
 
 LOCAL = SERIES[2]
 SOURCE = SERIES[3]
@@ -187,7 +187,7 @@ def _layer_strip(drift: Drift) -> list[go.Scatter]:
     return [
         go.Scatter(
             x=layers, y=[0] * len(layers), yaxis="y2", mode="markers",
-            name=f"{kind}: {len(layers)} layer{'s' * (len(layers) != 1)}",
+            name=f"{kind}: {count(len(layers), 'layer', thousands='')}",
             marker={"symbol": "square", "size": 11, "color": colour}, legendgroup="kinds",
             hovertemplate=f"layer %{{x}}: {kind}<extra></extra>",
         )

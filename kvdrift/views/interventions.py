@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
-from kvdrift.drift.summary import model_name, number
 from kvdrift.errors import InputError
-from kvdrift.models.labels import PathInfo
+from kvdrift.models.labels import PathInfo, model_name
 from kvdrift.patching.outcome import Outcomes
 from kvdrift.patching.recovery import Recovery
 from kvdrift.patching.schedule import Schedule
 from kvdrift.patching.spec import Cell
 from kvdrift.views.theme import FLOOR_LINE, PATH_A, PATH_B, SERIES
+from kvdrift.words.numbers import count, percent, plural, signed, span
 
 PLACEBO_WORDS = "placebo: noise of equal norm"
 ARM_NAMES = {
@@ -34,6 +35,8 @@ ARM_COLOURS = {
     "re-rolled patched": SERIES[4],
     "float32 donor": SERIES[6],
 }
+of_steps = partial(percent, below_ten="whole", unknown="none counted")
+"""A share of counted steps in per cent, as on every page."""
 UNDEFINED = "#7d8590"  # recovery without a denominator
 DISTANCES = {"logit_l2": "distance to the donor (centred L2 of the logits)", "kl": "KL(donor‖arm) in nats"}
 
@@ -49,7 +52,7 @@ def check_outcomes(view: str, result: Any) -> None:
 def check_cell(result: Outcomes, cell: int) -> None:
     """Refuse a cell number that this result does not have."""
     if not 0 <= cell < len(result.cells):
-        have = f"{len(result.cells)} cell{'s' * (len(result.cells) != 1)}"
+        have = f"{count(len(result.cells), 'cell', thousands='')}"
         raise InputError(f"cell={cell} is out of range: this result has {have}, counted from 0.")
 
 
@@ -78,7 +81,7 @@ def _full(path: PathInfo) -> str:
 def size(result: Any) -> str:
     """How many prompts and steps, as in ``3 prompts, up to 12 steps``."""
     n, longest = len(result.prompts), int(result.arrays["n_steps"].max(initial=0))
-    return f"{n} prompt{'s' * (n != 1)}, {'up to ' * (n > 1)}{longest} step{'s' * (longest != 1)}"
+    return f"{n} {plural(n, 'prompt')}, {'up to ' * (n > 1)}{longest} {plural(longest, 'step')}"
 
 
 def schedule_words(schedule: Schedule) -> str:
@@ -118,37 +121,6 @@ def written_spans(cell: Cell, last: int) -> list[tuple[int, int]]:
 def recovery_words(found: Recovery) -> str:
     """A recovery with its interval, as in ``0.62 (95 % interval 0.5 to 0.7)``."""
     if math.isnan(found.value):
-        return "undefined"
-    if math.isnan(found.low):
-        return f"{signed(found.value)} (no interval)"
-    return f"{signed(found.value)} (95 % interval {signed(found.low)} to {signed(found.high)})"
-
-
-def percent(share: float) -> str:
-    """A share as on every page: ``12 %``, and never 0 or 100 unless it is exactly that.
-
-    Examples
-    --------
-    >>> percent(0.123), percent(0.0), percent(0.9999), percent(float("nan"))
-    ('12 %', '0 %', '> 99 %', 'none counted')
-    """
-    if math.isnan(share):
-        return "none counted"
-    if 0 < share < 0.01 or 0.99 < share < 1:
-        return "< 1 %" if share < 0.5 else "> 99 %"
-    return f"{100 * share:.0f} %"
-
-
-def signed(value: float) -> str:
-    """A recovery with two decimals and a real minus; large negative ones with three digits.
-
-    Examples
-    --------
-    >>> signed(0.618), signed(-0.2), signed(-1234.5), signed(-math.inf)
-    ('0.62', '−0.20', '−1,234', '−∞')
-    """
-    if math.isinf(value):
-        return "∞" if value > 0 else "−∞"
-    text = f"{value:.2f}" if abs(value) < 100 else number(value)
-    text = "0.00" if text == "-0.00" else text
-    return text.replace("-", "−")
+        return signed(found.value)
+    ends = span(found.low, found.high, signed, unknown="")
+    return f"{signed(found.value)} ({f'95 % interval {ends}' if ends else 'no interval'})"

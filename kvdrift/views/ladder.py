@@ -11,13 +11,13 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from kvdrift.drift.summary import model_name, number
 from kvdrift.errors import InputError
 from kvdrift.ladder.result import Ladder
-from kvdrift.ladder.words import percent
+from kvdrift.models.labels import model_name
 from kvdrift.views.curves import LogAxis
 from kvdrift.views.theme import FLOOR_LINE, IDENTICAL, NOT_FINITE, PATH_A, PATH_B, SERIES, lay_out, title_text
 from kvdrift.views.words import escape
+from kvdrift.words.numbers import number, percent, plural
 
 GROUPS = {
     "precision": ("float64", "float32", "layercast", "float16", "bfloat16"),
@@ -126,7 +126,7 @@ def ladder(ladder: Ladder, *, reference: str | None = None, dark: bool = False) 
     n, steps = len(ladder.prompts), int(ladder.counted.sum())
     title = title_text(
         takeaway(ladder),
-        f"cache-ON (a) against cache-OFF (b) of {model_name(ladder.model.model)}, {n} prompt{'s' * (n != 1)}, {steps} "
+        f"cache-ON (a) against cache-OFF (b) of {model_name(ladder.model.model)}, {n} {plural(n, 'prompt')}, {steps} "
         "counted steps, the same tokens in every arm. Bars: 95 % interval over prompts. Predictions start from "
         f"{reference} (dotted line). In brackets: 95 % upper bound of the share of prompts with a flip or a tie.",
     )
@@ -199,7 +199,7 @@ def _details(ladder: Ladder, table: pd.DataFrame, arms: Sequence[str]) -> list[l
         same = f"; the same numbers as {row['same_as']}" if isinstance(row["same_as"], str) else ""
         values = (number(float(row[name])) for name in ("kl_float32_head", "logit_l2", "drift"))
         found.append(
-            [arm, escape(rung.what), number(float(row["kl"])), interval, *values, percent(float(row["identical"])),
+            [arm, escape(rung.what), number(float(row["kl"])), interval, *values, percent(float(row["identical"]), ""),
              escape(kernels + same)]
         )  # fmt: skip
     return found
@@ -246,7 +246,7 @@ def _beside(fig: go.Figure, ladder: Ladder, arm: str, row: float, axis: LogAxis)
     _text(fig, COLUMNS[0][0], row, number(ladder.mean(arm).value))
     for (place, _), metric in zip(COLUMNS[1:], ("flip", "tie"), strict=True):
         events, _, bound = ladder.count(arm, metric)
-        _text(fig, place, row, f"{events} [{percent(bound)}]")
+        _text(fig, place, row, f"{events} [{percent(bound, '')}]")
 
 
 def _text(fig: go.Figure, shift: float, y: float, text: str) -> None:

@@ -8,7 +8,6 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from kvdrift.drift.summary import number
 from kvdrift.errors import InputError
 from kvdrift.patching import tables
 from kvdrift.patching.outcome import Outcomes
@@ -22,15 +21,15 @@ from kvdrift.views.interventions import (
     check_metric,
     check_outcomes,
     into,
-    percent,
+    of_steps,
     recovery_words,
-    signed,
     size,
 )
 from kvdrift.views.recovery_points import Point, points
 from kvdrift.views.sweep_axes import Axis, Grid, arrange, names
 from kvdrift.views.theme import lay_out, title_text
 from kvdrift.views.words import escape
+from kvdrift.words.numbers import number, plural, signed
 
 DIVERGING = [[0, "#8f4300"], [0.25, "#e0913f"], [0.5, "#f4f3ef"], [0.75, "#5fa3d9"], [1, "#0b4f8f"]]
 HATCH = "rgba(255,255,255,0.55)"
@@ -143,9 +142,9 @@ def _hover(sweep: Outcomes, row: pd.Series, found: Recovery, metric: str, steps:
         lines.append(f"against no patch at all: {recovery_words(plain)}")
     if steps == "after":
         proves = "; 1 by construction" if row["trivial_written"] else ""
-        restored = percent(float(row["restored_written"]))
-        lines.append(f"at the written steps: {_signed(row['recovery_written'])}, restored {restored}{proves}")
-    lines.append(f"restored bit for bit: {percent(sweep.restored(cell, steps))} of steps")
+        restored = of_steps(float(row["restored_written"]))
+        lines.append(f"at the written steps: {signed(row['recovery_written'])}, restored {restored}{proves}")
+    lines.append(f"restored bit for bit: {of_steps(sweep.restored(cell, steps))} of steps")
     lines.append(f"flips: {sweep.flips(cell, steps)} (unpatched {sweep.flips(cell, steps, 'unpatched')})")
     if np.isfinite(row["followed"]):
         lines.append(f"tokens followed: {row['followed']:.3g} (unpatched {row['followed_unpatched']:.3g})")
@@ -153,12 +152,8 @@ def _hover(sweep: Outcomes, row: pd.Series, found: Recovery, metric: str, steps:
     if found.reference != "unpatched":
         far += f"; unpatched {number(row['logit_l2_unpatched'])}"
     lines.append(f"mean distance (centred logit L2): {far}")
-    lines.append(f"n = {found.n} prompt{'s' * (found.n != 1)}")
+    lines.append(f"n = {found.n} {plural(found.n, 'prompt')}")
     return "<br>".join(lines)
-
-
-def _signed(value: float) -> str:
-    return "undefined" if np.isnan(value) else signed(value)
 
 
 # --- the heat map

@@ -8,8 +8,9 @@ import numpy as np
 
 from kvdrift.drift import findings, peaks
 from kvdrift.drift.result import Drift
-from kvdrift.drift.summary import model_name, number, times
+from kvdrift.models.labels import model_name
 from kvdrift.views.curves import curve
+from kvdrift.words.numbers import number, times
 
 _WHERE = {"attn": "'s attention", "mlp": "'s MLP"}
 WORTH_A_TITLE = 2.0

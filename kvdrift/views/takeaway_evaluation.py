@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from kvdrift.drift.summary import model_name
 from kvdrift.errors import InputError
 from kvdrift.evaluation.conditions import Condition, NullNumbers
 from kvdrift.evaluation.records import Trial
 from kvdrift.evaluation.result import Evaluation
-from kvdrift.evaluation.words import ALPHA, FEWEST_REPLICATES, percent
+from kvdrift.evaluation.words import ALPHA, FEWEST_REPLICATES, in_percent
+from kvdrift.models.labels import model_name
+from kvdrift.words.numbers import count, p_value, plural
 
 OUT, WITHIN, UNKNOWN = "stands out", "as re-rolls do", "cannot tell"
 
@@ -53,13 +54,14 @@ def against_null(null: NullNumbers | None, p: float) -> tuple[str, str]:
     if math.isnan(p):
         return UNKNOWN, "nothing was scored"
     if n < FEWEST_REPLICATES and p <= 1 / (1 + n):
-        return UNKNOWN, f"beyond all of only {n} re-roll{'s' * (n != 1)}"
+        return UNKNOWN, f"beyond all of only {n} {plural(n, 're-roll')}"
     return (OUT if p <= ALPHA else WITHIN), p_words(p)
 
 
 def p_words(p: float) -> str:
     """A p-value, as in ``p = 0.3`` or ``p < 0.001``; ``no p`` if there is none."""
-    return "no p" if math.isnan(p) else "p < 0.001" if p < 0.001 else f"p = {p:.2g}"
+    said = p_value(p)
+    return "no p" if math.isnan(p) else f"p {said}" if said.startswith("<") else f"p = {said}"
 
 
 def direction(condition: Condition, names: tuple[str, str]) -> tuple[str, str]:
@@ -68,7 +70,7 @@ def direction(condition: Condition, names: tuple[str, str]) -> tuple[str, str]:
     if math.isnan(condition.p):
         return UNKNOWN, "nothing was scored"
     if not condition.enough:
-        return UNKNOWN, f"only {flips} answer{'s' * (flips != 1)} flipped" if flips else "no answer flipped"
+        return UNKNOWN, f"only {flips} {plural(flips, 'answer')} flipped" if flips else "no answer flipped"
     counted = f"flips {condition.only_a} : {condition.only_b}, {p_words(condition.p_holm)}"
     if condition.p_holm > ALPHA:
         return "none shown", counted
@@ -90,7 +92,7 @@ def setting(evaluation: Evaluation) -> str:
     if (a.model, a.dtype) != (b.model, b.dtype):
         paths = f"{names[0]} against {names[1]} of {model_name(b.model)} in {b.dtype}"
     return (
-        f"{model_name(a.model)} in {a.dtype} on {evaluation.task}: {paths}, {n} item{'s' * (n != 1)}{seeds}, "
+        f"{model_name(a.model)} in {a.dtype} on {evaluation.task}: {paths}, {n} {plural(n, 'item')}{seeds}, "
         f"up to {evaluation.max_new_tokens} tokens"
     )
 
@@ -107,11 +109,11 @@ def accuracy(evaluation: Evaluation) -> str:
     rest = f" (in {unknown} too few answers flip to tell)" if unknown else ""
     known = [v for v in (_null(condition, "difference") for condition in conditions) if v != UNKNOWN]
     if not known:
-        where = f"A systematic direction shows in {found} of {_strategies(n)}{rest}"
+        where = f"A systematic direction shows in {found} of {count(n, 'strategy')}{rest}"
         return f"{where}; nothing is known of what re-rolls alone would do"
     return (
-        f"In {known.count(OUT)} of {_strategies(len(known))} the accuracy difference {names[0]} − {names[1]} stands "
-        f"out from re-rolls of {names[0]}; a systematic direction shows in {found} of {n}{rest}"
+        f"In {known.count(OUT)} of {count(len(known), 'strategy')} the accuracy difference {names[0]} − {names[1]} "
+        f"stands out from re-rolls of {names[0]}; a systematic direction shows in {found} of {n}{rest}"
     )
 
 
@@ -123,7 +125,7 @@ def agreement(evaluation: Evaluation) -> str:
 def answers(evaluation: Evaluation, flips: Sequence[Trial], parted: int, n: int) -> str:
     """How many answers flip, to which side; how many texts part if none does."""
     names = path_names(evaluation)
-    texts = f"{n} text{'s' * (n != 1)}"
+    texts = f"{n} {plural(n, 'text')}"
     if flips:
         only_a = sum(bool(trial.a.correct) for trial in flips)
         return (
@@ -134,19 +136,19 @@ def answers(evaluation: Evaluation, flips: Sequence[Trial], parted: int, n: int)
         rest = "no answer flips" if scored(evaluation) else "no answers were scored"
         return f"{parted} of {texts} part{'s' * (parted == 1)}; {rest}"
     items = len(evaluation.records)
-    return f"No text differed in {items} item{'s' * (items != 1)}"
+    return f"No text differed in {items} {plural(items, 'item')}"
 
 
 def _parted(evaluation: Evaluation) -> str:
     conditions, name = evaluation.conditions, path_names(evaluation)[0]
     rates = sorted(condition.divergence.value for condition in conditions)
-    low, high = percent(rates[0]), percent(rates[-1])
+    low, high = in_percent(rates[0]), in_percent(rates[-1])
     text = f"{low} of texts part" if low == high else f"{low} to {high} of texts part"
     verdicts = [v for v in (_null(condition, "divergence") for condition in conditions) if v != UNKNOWN]
     if not verdicts:
         return text
     return (
-        f"{text}; in {verdicts.count(OUT)} of {_strategies(len(verdicts))} that is more than re-rolls of {name} "
+        f"{text}; in {verdicts.count(OUT)} of {count(len(verdicts), 'strategy')} that is more than re-rolls of {name} "
         "alone make part"
     )
 
@@ -154,7 +156,3 @@ def _parted(evaluation: Evaluation) -> str:
 def _null(condition: Condition, what: str) -> str:
     null = condition.null
     return against_null(null, math.nan if null is None else getattr(null, f"p_{what}"))[0]
-
-
-def _strategies(n: int) -> str:
-    return f"{n} strateg{'y' if n == 1 else 'ies'}"

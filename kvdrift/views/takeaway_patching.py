@@ -7,11 +7,11 @@ import math
 import numpy as np
 import pandas as pd
 
-from kvdrift.drift.summary import number
 from kvdrift.patching.factorial_result import PLACEBOS, WHOLE, Factorial
 from kvdrift.patching.outcome import Outcomes
 from kvdrift.patching.result import PatchResult
-from kvdrift.views.interventions import recovery_words, signed
+from kvdrift.views.interventions import recovery_words
+from kvdrift.words.numbers import number, signed
 
 
 def patched(result: Outcomes, cell: int, metric: str = "logit_l2") -> str:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from kvdrift.drift.summary import model_name, number
+from kvdrift.models.labels import model_name
+from kvdrift.words.numbers import number, plural
 
 if TYPE_CHECKING:
     from kvdrift.drift.result import Drift
@@ -113,7 +114,7 @@ def counts(drift: Drift) -> str:
     prompts = len(drift.prompts)
     steps = int(drift.counted.sum(axis=1).max(initial=0))
     many = "up to " if prompts > 1 else ""
-    return f"{prompts} prompt{'s' * (prompts != 1)}, {many}{steps} counted step{'s' * (steps != 1)}"
+    return f"{prompts} {plural(prompts, 'prompt')}, {many}{steps} {plural(steps, 'counted step')}"
 
 
 def prompt_label(result: Prompted, prompt: int, limit: int = 34) -> str:

@@ -232,12 +232,3 @@ def test_a_folder_is_named_without_its_parents(tmp_path):
     )
     assert str(tmp_path) not in summary.text(drift)
     assert "mine" in summary.headline(drift)
-
-
-@pytest.mark.parametrize(
-    ("value", "written"),
-    [(0.01523, "0.0152"), (2.5e-5, "2.5e-5"), (0.0, "0"), (None, "not measured"), (np.nan, "not a number"),
-     (np.inf, "infinite"), (12345.0, "1.23e4"), (1234.0, "1,234")],
-)  # fmt: skip
-def test_numbers(value, written):
-    assert summary.number(value) == written

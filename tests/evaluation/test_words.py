@@ -1,11 +1,8 @@
 """The reading: direction and rate apart, each held against the null; never more than the numbers can carry."""
 
 import json
-import math
 
 import pytest
-
-from kvdrift.evaluation.words import percent, points
 
 pytestmark = pytest.mark.usefixtures("quick_statistics")
 
@@ -179,16 +176,3 @@ def test_html_is_escaped(rights):
     html = rights(8, 0)._repr_html_()
     assert "&lt;u&gt;markup" in html
     assert "<u>" not in html
-
-
-@pytest.mark.parametrize(
-    ("share", "said"),
-    [(0, "0 %"), (0.004, "0.4 %"), (0.05, "5 %"), (0.0999, "10 %"), (0.123, "12 %"), (1, "100 %"), (math.nan, "–")],
-)
-def test_percent(share, said):
-    assert percent(share) == said
-
-
-@pytest.mark.parametrize(("difference", "said"), [(0.025, "+2.5"), (-0.025, "−2.5"), (0.0, "+0.0"), (math.nan, "–")])
-def test_points(difference, said):
-    assert points(difference) == said

@@ -1,6 +1,4 @@
-import pytest
-
-from kvdrift.ladder.words import decades, percent
+from kvdrift.words.numbers import decades, percent
 
 
 def said(ladder, start):
@@ -74,8 +72,3 @@ def test_html_is_escaped(made_ladder):
     assert "<u>note" not in html
     assert "&lt;b&gt;no" in html
     assert "<b>no" not in html
-
-
-@pytest.mark.parametrize(("factor", "text"), [(3.2e6, "10^6.5"), (64.0, "64×"), (1.5, "1.5×"), (1e17, "10^17.0")])
-def test_decades(factor, text):
-    assert decades(factor) == text

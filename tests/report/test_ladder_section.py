@@ -1,6 +1,6 @@
-from kvdrift.drift.summary import number
 from kvdrift.report import write_report
 from kvdrift.report.ladder_section import section
+from kvdrift.words.numbers import number
 
 
 def test_a_page_about_a_ladder(made_ladder, tmp_path):

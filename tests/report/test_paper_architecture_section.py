@@ -4,10 +4,9 @@ import pytest
 import torch
 
 import kvdrift as kd
-from kvdrift.drift.summary import number
-from kvdrift.experiments.architecture_words import percent
 from kvdrift.report import load_result, write_report
 from kvdrift.report.paper_architecture_section import section
+from kvdrift.words.numbers import number, percent
 
 
 @pytest.fixture(scope="module")

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from kvdrift import views
-from kvdrift.drift.summary import number
 from kvdrift.report import glossary, kinds, write_report
 from kvdrift.report.packed import unpack
 from kvdrift.report.patching_section import best_cell, sweep_section
+from kvdrift.words.numbers import number
 
 
 class Text(HTMLParser):

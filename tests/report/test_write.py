@@ -11,6 +11,7 @@ from kvdrift.drift import summary
 from kvdrift.errors import FileError, InputError, SiteError
 from kvdrift.report import figures, write_report
 from kvdrift.report.packed import plotlyjs, unpack
+from kvdrift.words.numbers import number
 
 VIEWS = ("growth", "layer_step", "tokens", "precision", "kv_heads", "kv_positions")
 
@@ -159,7 +160,7 @@ def test_several_results(drift, bare, tmp_path):
 
 def test_layer_table_equals_the_summary(drift, page):
     for row in summary.as_dict(drift)["layers"]:
-        cells = f"{row['layer']} {row['kind']} {summary.number(row['rel_l2_median'])}"
+        cells = f"{row['layer']} {row['kind']} {number(row['rel_l2_median'])}"
         assert re.search(cells.replace(" ", r"\s+"), page.text)
 
 

@@ -4,12 +4,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvdrift.drift.summary import number
 from kvdrift.errors import InputError
 from kvdrift.patching.spec import Cell, Patch
 from kvdrift.views import recovery
 from kvdrift.views.interventions import signed
 from kvdrift.views.recovery_points import Point, points
+from kvdrift.words.numbers import number
 
 NAN = float("nan")
 

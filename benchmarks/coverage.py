@@ -48,8 +48,8 @@ from kvdrift.controls import cast_copy, promote_float32
 from kvdrift.controls.fixed_shape import FixedShape, not_covered
 from kvdrift.errors import InternalError, KvdriftError, one_line
 from kvdrift.models.model import Model
+from kvdrift.models.sites import ALL_SITES, PATTERN
 from kvdrift.tracing.seam import AttentionCall, Order, Output, seam
-from kvdrift.tracing.sites import ALL_SITES, PATTERN
 
 PROMPT = (5, 9, 100, 33, 7, 8, 250, 301, 12, 44, 77, 21, 200, 5, 6, 7, 9, 3)  # beyond a window of 8 and a tile of 16
 FOLLOW = (50, 51, 52, 53, 54)

@@ -85,7 +85,7 @@ _HOMES = {
     "factorial": "patching.factorial",
     "falsify": "ladder.falsify",
     "fixed_shape": "controls.fixed_shape",
-    "load": "models.load",
+    "load": "tracing",
     "metrics": "drift.metrics",
     "models": "models",
     "nnsight": "nnsight",
@@ -156,6 +156,8 @@ def __getattr__(name: str) -> Any:
     """Import a public name when it is first used, so that ``kvdrift --help`` needs no torch."""
     if name not in _HOMES:
         raise AttributeError(f"module 'kvdrift' has no attribute {name!r}")
+    if name == "models":
+        import_module("kvdrift.tracing")  # which finds a model's sites
     home = import_module(f"kvdrift.{_HOMES[name]}")
     value = home if name in _MODULES else getattr(home, name)
     globals()[name] = value

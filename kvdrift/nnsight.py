@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from torch import Tensor, nn
 
 from kvdrift.errors import InputError, ModelError
-from kvdrift.tracing.sites import ALL_SITES, BLOCK_NAME, FULL_NAMES, GLOBAL_SITES, LOGITS
+from kvdrift.models.sites import ALL_SITES, BLOCK_NAME, FULL_NAMES, GLOBAL_SITES, LOGITS
 
 if TYPE_CHECKING:
+    from kvdrift.models.coverage import Coverage
     from kvdrift.models.model import Model
-    from kvdrift.tracing.coverage import Coverage
 
 Spots = dict[str, dict[int, tuple[nn.Module, str]]]
 """Site → layer → the module it is at, and what of that module it is."""

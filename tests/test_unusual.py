@@ -6,8 +6,8 @@ from torch import nn
 from unusual import unusual
 
 import kvdrift as kd
+from kvdrift.models.coverage import Place
 from kvdrift.models.tiny import tiny
-from kvdrift.tracing.coverage import Place
 
 PROMPT = [5, 9, 100, 33, 7, 8, 250, 301, 12, 44, 77, 21, 200, 5, 6, 7, 9, 3]
 

@@ -81,7 +81,7 @@ def show(
 ) -> None:
     """Show a model's architecture, and at which sites kvdrift can trace it."""
     with console.working():
-        from kvdrift.models.load import load
+        from kvdrift.tracing import load
 
         loaded = load(model, dtype=dtype, attn=attn, quiet=True)
         found = f"{loaded!r}\n{loaded.coverage}"

@@ -11,8 +11,8 @@ from torch import Tensor
 from kvdrift.backends.transformer_lens import plain_name
 from kvdrift.bits import same_bits
 from kvdrift.diagnosis.observe import Key, Snapshot
+from kvdrift.models.sites import LOGITS
 from kvdrift.tracing.borrow import shared_positions
-from kvdrift.tracing.sites import LOGITS
 
 if TYPE_CHECKING:
     from kvdrift.models.model import Model
@@ -35,7 +35,7 @@ class Where:
     module
         The module whose inputs agree while its outputs differ, by its name in the module tree.
     site
-        The first site that differs: a name of `kvdrift.tracing.sites`, or ``"past k"``, ``"past v"`` (entries of
+        The first site that differs: a name of `kvdrift.models.sites`, or ``"past k"``, ``"past v"`` (entries of
         earlier positions as the kernel reads them). Empty where a module is meant as a whole.
     """
 

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvdrift.controls.fixed_attention import attention_parts
+from kvdrift.models.sites import HEAD_SITES, LOGITS, PATTERN
 from kvdrift.paths.cache_on import CacheOnRun
 from kvdrift.paths.path import Run, Step
 from kvdrift.paths.written import Written
 from kvdrift.tracing.seam import AttentionCall, Order, Output, seam
-from kvdrift.tracing.sites import HEAD_SITES, LOGITS, PATTERN
 from kvdrift.tracing.tap import Tap, Values, n_tokens
 
 if TYPE_CHECKING:

@@ -21,10 +21,10 @@ from kvdrift.models.ending import stops
 from kvdrift.models.labels import Prompt
 from kvdrift.models.load import DTYPES
 from kvdrift.models.model import Model
+from kvdrift.models.sites import ALL_SITES, GLOBAL_SITES, LOGITS, PATTERN, parse_sites
 from kvdrift.paths.cache_on import for_copy
 from kvdrift.paths.path import Path, path_info, path_settings
 from kvdrift.paths.sampling import greedy
-from kvdrift.tracing.sites import ALL_SITES, GLOBAL_SITES, LOGITS, PATTERN, parse_sites
 
 LOCAL_SITES = ("attn_out", "mlp_out", "resid_post")
 

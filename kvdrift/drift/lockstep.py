@@ -18,10 +18,11 @@ from kvdrift.drift.measure import Arrays, Reading, pad_stack
 from kvdrift.drift.metrics import kl_divergence, logit_metrics
 from kvdrift.models.head import Float32Head
 from kvdrift.models.model import Model
+from kvdrift.models.sites import BLOCK_SITES, GLOBAL_SITES
+from kvdrift.paths.nonfinite import explain_nonfinite
 from kvdrift.paths.path import Path, Run, Step
 from kvdrift.tracing.borrow import Borrow
-from kvdrift.tracing.finite import explain_nonfinite, is_nonfinite
-from kvdrift.tracing.sites import BLOCK_SITES, GLOBAL_SITES
+from kvdrift.tracing.finite import is_nonfinite
 from kvdrift.tracing.tap import Tap, Values
 
 RESIDUAL = ("embed", *BLOCK_SITES, "final_norm")

@@ -11,8 +11,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvdrift.drift.metrics import relative_l2, site_metrics
+from kvdrift.models.sites import GLOBAL_SITES
 from kvdrift.tracing.borrow import shared_positions
-from kvdrift.tracing.sites import GLOBAL_SITES
 from kvdrift.tracing.tap import Values
 
 Arrays = dict[str, np.ndarray]

@@ -35,8 +35,8 @@ from kvdrift.paths.path import Path, path_info, path_notes, path_settings
 from kvdrift.plain import from_plain
 from kvdrift.provenance import prompt_hash
 from kvdrift.runs.comparable import comparable, kept_with
+from kvdrift.runs.engine import pinned
 from kvdrift.runs.engines import engine as engine_of
-from kvdrift.runs.engines import pinned
 from kvdrift.runs.store import Store
 from kvdrift.settings import settings_of
 

@@ -16,10 +16,11 @@ from kvdrift.evaluation.strategies import Decision, Strategy
 from kvdrift.evaluation.task import Item, Task
 from kvdrift.models.ending import stops
 from kvdrift.models.model import Model
+from kvdrift.paths.nonfinite import explain_nonfinite
 from kvdrift.paths.path import Path, Run
 from kvdrift.plain import to_plain
 from kvdrift.provenance import prompt_hash
-from kvdrift.tracing.finite import explain_nonfinite, is_nonfinite
+from kvdrift.tracing.finite import is_nonfinite
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from transformers.utils import logging as hf_logging
 from kvdrift.backends.nnsight import NNsightBackend, is_nnsight
 from kvdrift.backends.transformer_lens import backend_of, is_bridge, is_bridged
 from kvdrift.errors import InputError, ModelError
-from kvdrift.models import presets
 from kvdrift.models.model import Model
+from kvdrift.models.presets import PRESETS, resolve, suggest
 from kvdrift.models.refuse import refuse_config, refuse_file, refuse_folder, refuse_module
 from kvdrift.models.source import Source
 
@@ -102,9 +102,9 @@ def load(
         model = _unchanged(Model(x, tokenizer), dtype, device, attn)
     elif isinstance(x, (str, Path)):
         model = _from_pretrained(str(x), dtype, device, attn, tokenizer, device_map, quiet)
-        name = str(x) if str(x) in presets.PRESETS or not Path(x).is_dir() else str(Path(x).resolve())
-        if name in presets.PRESETS:
-            model.weights = presets.PRESETS[name].weights
+        name = str(x) if str(x) in PRESETS or not Path(x).is_dir() else str(Path(x).resolve())
+        if name in PRESETS:
+            model.weights = PRESETS[name].weights
         model.source = Source(name, model.device.type, attn, device_map, tokenizer is None)
     else:
         inner = getattr(x, "model", None)  # of a pipeline, say
@@ -252,8 +252,8 @@ def _float16_if_finite(fetch: Callable[[torch.dtype], Model], name: str, quiet: 
 
 def _source(name: str, quiet: bool) -> str:
     """What ``from_pretrained`` is given for ``name``."""
-    if name in presets.PRESETS:
-        return str(presets.resolve(name, progress=not quiet))
+    if name in PRESETS:
+        return str(resolve(name, progress=not quiet))
     folder = Path(name)
     if folder.is_dir():
         refuse_folder(folder)
@@ -263,11 +263,9 @@ def _source(name: str, quiet: bool) -> str:
     if folder.is_absolute() or name.startswith((".", "~")):
         raise ModelError(f"There is no folder {name}; give one that holds config.json and the weights.")
     if "/" not in name:
-        near = presets.suggest(name)
+        near = suggest(name)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ModelError(
-            f"There is no preset, folder or Hub id {name!r}{hint} (presets: {', '.join(presets.PRESETS)})."
-        )
+        raise ModelError(f"There is no preset, folder or Hub id {name!r}{hint} (presets: {', '.join(PRESETS)}).")
     return name
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from numbers import Integral
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -15,16 +15,14 @@ from torch import Tensor
 from kvdrift import markup
 from kvdrift.backends.hf import HFBackend
 from kvdrift.backends.transformer_lens import BridgeBackend, is_bridged
-from kvdrift.errors import InputError
+from kvdrift.errors import InputError, ModelError
 from kvdrift.fingerprint import fingerprint
 from kvdrift.models.architecture import Architecture, BlockTree, describe, find_blocks
+from kvdrift.models.coverage import Coverage
 from kvdrift.models.labels import Prompt
 from kvdrift.models.positions import default_positions
 from kvdrift.models.rope import beyond, extends
 from kvdrift.models.source import Source
-
-if TYPE_CHECKING:
-    from kvdrift.tracing.coverage import Coverage
 
 PromptLike = str | Sequence[int] | Tensor
 
@@ -48,8 +46,11 @@ class Model:
         Where it was loaded from by name, or None.
     weights
         What a preset's weights are, in words, or None.
+    probe
+        What finds a model's coverage; `kvdrift.tracing` sets it, since finding it means watching the model run.
     """
 
+    probe: ClassVar[Callable[[Model], Coverage] | None] = None
     source: Source | None = None
     weights: str | None = None
 
@@ -97,10 +98,9 @@ class Model:
         NotFaithfulError
             If tracing would change a bit of the model's logits.
         """
-        # Imported here because tracing builds on this class, and a model is asked for its coverage by everyone.
-        from kvdrift.tracing.probe import probe
-
-        return probe(self)
+        if Model.probe is None:
+            raise ModelError("Sites are found by kvdrift.tracing, which nothing has imported yet: import it first.")
+        return Model.probe(self)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -14,8 +14,7 @@ from pathlib import Path
 import platformdirs
 
 from kvdrift.errors import InputError, WeightsError
-from kvdrift.models import weights
-from kvdrift.models.weights import GgufPackages, PackagedFile
+from kvdrift.models.weights import GgufPackages, PackagedFile, build_folder, is_complete
 
 CACHE_VARIABLE = "KVDRIFT_CACHE"
 
@@ -191,7 +190,7 @@ def is_cached(name: str) -> bool:
         Unknown preset.
     """
     preset = find(name)
-    return preset.gguf is not None and weights.is_complete(_cache_path() / name, preset.gguf)
+    return preset.gguf is not None and is_complete(_cache_path() / name, preset.gguf)
 
 
 def preset_folder(name: str, *, progress: bool = True) -> Path:
@@ -226,7 +225,7 @@ def preset_folder(name: str, *, progress: bool = True) -> Path:
         raise InputError(f"The preset {name!r} has no local folder: its weights are {preset.hub_id!r} on the Hub.")
     if is_cached(name):
         return _cache_path() / name
-    return weights.build_folder(name, preset.gguf, cache_folder(), progress=progress)
+    return build_folder(name, preset.gguf, cache_folder(), progress=progress)
 
 
 def resolve(name: str, *, progress: bool = True) -> str | Path:

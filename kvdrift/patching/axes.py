@@ -8,11 +8,11 @@ from typing import Any
 
 from kvdrift.errors import InputError
 from kvdrift.models.model import Model
+from kvdrift.models.sites import GLOBAL_SITES, HEAD_SITES
 from kvdrift.patching.blocks import layers_of
 from kvdrift.patching.schedule import Schedule
 from kvdrift.patching.setup import Setup
 from kvdrift.patching.spec import KV, Cell, Patch, Write, as_cell
-from kvdrift.tracing.sites import GLOBAL_SITES, HEAD_SITES
 
 AXES = ("layer", "head", "position", "step")
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from kvdrift.errors import InputError, SiteError
 from kvdrift.models.model import Model
+from kvdrift.models.sites import GLOBAL_SITES
 from kvdrift.patching.moment import Moment
 from kvdrift.patching.spec import Patch
-from kvdrift.tracing.sites import GLOBAL_SITES
 from kvdrift.tracing.writer import Block, Index, as_index, slots
 
 Held = Callable[[int], Sequence[int]]

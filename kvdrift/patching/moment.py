@@ -12,10 +12,11 @@ from torch import Tensor
 
 from kvdrift.errors import InputError, SiteError
 from kvdrift.models.model import Model
+from kvdrift.models.sites import GLOBAL_SITES
 from kvdrift.patching.spec import Patch
+from kvdrift.paths.nonfinite import explain_nonfinite
 from kvdrift.paths.path import Run
-from kvdrift.tracing.finite import explain_nonfinite, is_nonfinite
-from kvdrift.tracing.sites import GLOBAL_SITES
+from kvdrift.tracing.finite import is_nonfinite
 from kvdrift.tracing.tap import Tap, Values
 from kvdrift.tracing.trace import Trace
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from kvdrift.errors import InputError, SiteError
 from kvdrift.models.load import load
 from kvdrift.models.model import Model
+from kvdrift.models.sites import GLOBAL_SITES, parse_sites
 from kvdrift.patching.spec import PATCH_SITES
-from kvdrift.tracing.sites import GLOBAL_SITES, parse_sites
 from kvdrift.tracing.writer import SiteEditor
 
 Edit = Tensor | Callable[[Tensor], Tensor]

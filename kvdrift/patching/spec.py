@@ -8,8 +8,8 @@ from numbers import Integral
 from typing import Any, Literal
 
 from kvdrift.errors import InputError, SiteError
+from kvdrift.models.sites import BLOCK_SITES, GLOBAL_SITES, HEAD_SITES, parse_sites
 from kvdrift.patching.schedule import Schedule
-from kvdrift.tracing.sites import BLOCK_SITES, GLOBAL_SITES, HEAD_SITES, parse_sites
 
 KV = "kv"
 """Keys and values together."""

@@ -22,7 +22,7 @@ from kvdrift.patching.spec import Cell, Patch, Write, as_cell
 from kvdrift.patching.walk import Plan, Walk
 from kvdrift.paths.path import Path
 from kvdrift.runs.comparable import kept_with
-from kvdrift.runs.engines import Engine, LocalEngine, pinned
+from kvdrift.runs.engine import Engine, LocalEngine, pinned
 from kvdrift.runs.engines import engine as engine_of
 from kvdrift.runs.ship import cuda_devices, pack
 from kvdrift.runs.store import Store, takes_store_as

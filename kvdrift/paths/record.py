@@ -15,11 +15,11 @@ from kvdrift.fingerprint import one_job
 from kvdrift.models.ending import stops, template_notes, tokens_written, way_on
 from kvdrift.models.load import load
 from kvdrift.models.model import Model, as_prompts
+from kvdrift.models.sites import choose_heads, choose_layers, parse_sites
 from kvdrift.paths.cache_on import CacheOn
 from kvdrift.paths.own import check_path, check_room
 from kvdrift.paths.path import Path, path_notes
 from kvdrift.paths.recording import Positions, Recording
-from kvdrift.tracing.sites import choose_heads, choose_layers, parse_sites
 from kvdrift.tracing.trace import Trace
 
 DEFAULT_SITES = ("resid_post", "k", "v", "logits")

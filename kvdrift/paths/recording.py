@@ -15,11 +15,12 @@ from kvdrift import provenance
 from kvdrift.errors import MemoryBudgetError, SiteError
 from kvdrift.models.labels import Prompt
 from kvdrift.models.model import Model
+from kvdrift.models.sites import GLOBAL_SITES, LOGITS, PATTERN
+from kvdrift.paths.nonfinite import explain_nonfinite
 from kvdrift.paths.path import Path, Run, path_info, path_settings
 from kvdrift.paths.sampling import greedy
 from kvdrift.tracing.activation_cache import Axes
-from kvdrift.tracing.finite import explain_nonfinite, is_nonfinite
-from kvdrift.tracing.sites import GLOBAL_SITES, LOGITS, PATTERN
+from kvdrift.tracing.finite import is_nonfinite
 from kvdrift.tracing.tap import Tap, Values
 from kvdrift.tracing.trace import Trace, free_memory
 

@@ -20,7 +20,7 @@ import torch
 from kvdrift import provenance
 from kvdrift.errors import InputError, KvdriftError
 from kvdrift.runs.comparable import comparable
-from kvdrift.runs.engines import MakeWorker, Worker, pinned
+from kvdrift.runs.engine import MakeWorker, Worker, pinned
 from kvdrift.runs.settings import differences
 
 RETRIES = 3

@@ -12,7 +12,7 @@ from kvdrift.errors import InputError, SiteError
 from kvdrift.models.architecture import Architecture
 from kvdrift.models.labels import PathInfo, Prompt
 from kvdrift.models.model import Model
-from kvdrift.tracing.sites import BLOCK_SITES, GLOBAL_SITES, HEAD_SITES, LOGITS, PATTERN
+from kvdrift.models.sites import BLOCK_SITES, GLOBAL_SITES, HEAD_SITES, LOGITS, PATTERN
 
 Axes = dict[str, tuple[int, ...]]
 """Axis name → the coordinate of each entry: step numbers, layer numbers, heads, absolute positions."""

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from kvdrift.models.model import Model
 from kvdrift.tracing.tap import Values
 from kvdrift.tracing.writer import Index, SiteEditor
-
-if TYPE_CHECKING:
-    from kvdrift.models.model import Model
-
 
 KeyPositions = Callable[[int, int], Sequence[int]]
 """``(layer, n_keys)`` → the absolute position of each key."""

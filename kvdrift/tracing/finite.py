@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kvdrift.backends.transformer_lens import plain_name
-from kvdrift.errors import NonFiniteError
-from kvdrift.tracing.sites import BLOCK_SITES, HEAD_SITES
+from kvdrift.models.model import Model
+from kvdrift.models.sites import BLOCK_SITES, HEAD_SITES
 from kvdrift.tracing.tap import Tap, Values
-
-if TYPE_CHECKING:
-    from kvdrift.models.model import Model
-    from kvdrift.paths.path import Run
 
 _ORDER = ("resid_pre", "q", "k", "v", "z", "attn_out", "resid_mid", "mlp_out", "resid_post")
 
@@ -34,55 +30,6 @@ def is_nonfinite(logits: Tensor) -> bool:
     (False, True)
     """
     return not bool(logits.max() < torch.inf)
-
-
-def explain_nonfinite(run: Run, tokens: Sequence[int]) -> NonFiniteError:
-    """Run ``tokens`` once more and say where the first value that is not finite comes from.
-
-    The run's own path reads them, with its cache, chunks, padding and controls: as one prompt, and if that stays
-    finite, one by one.
-
-    Parameters
-    ----------
-    run
-        The run that produced it.
-    tokens
-        The tokens it had consumed, the prompt and those after it.
-
-    Returns
-    -------
-    NonFiniteError
-        To be raised: names the weight that is not finite, or the layer and site where the first such value
-        appeared with the largest finite value before it, and what to do.
-    """
-    model = run.model
-    weight = broken_weight(model)
-    if weight is not None:
-        return NonFiniteError(weight)
-    path: Any = getattr(run, "path", None)
-    for n_prompt in (len(tokens), 1) if path is not None else ():
-        with watch_all(model) as watch:
-            again = path.start(model, list(tokens[:n_prompt]), run.controls)
-            try:
-                logits = again.step().logits
-                for token in tokens[n_prompt:]:
-                    logits = again.step(token).logits
-            finally:
-                again.close()
-        found = watch.first_nonfinite()
-        if found is not None and is_nonfinite(logits):
-            padding = int(getattr(path, "left_padding", 0))
-            return NonFiniteError(f"{found.told(model, padding)}; {found.advice(model, padding)}.")
-        if is_nonfinite(logits):
-            largest, at = largest_finite(watch.passes)
-            return NonFiniteError(
-                f"{model.name} in {model.dtype_name} gives logits that are not finite although every block is "
-                f"(largest value {largest:.4g}, {at}); look at the final norm and the LM head."
-            )
-    return NonFiniteError(
-        f"A path gives values that are not finite, but {model.name} in {model.dtype_name} does not when the path reads "
-        "the same tokens again: look at the path's own cache, attention and controls."
-    )
 
 
 def broken_weight(model: Model) -> str | None:

@@ -6,20 +6,18 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from kvdrift.bits import same_bits
 from kvdrift.errors import KvdriftError, ModelError, NotFaithfulError, one_line
-from kvdrift.tracing.coverage import Coverage, Place
+from kvdrift.models.coverage import Coverage, Place
+from kvdrift.models.model import Model
+from kvdrift.models.sites import BLOCK_SITES, GLOBAL_SITES, HEAD_SITES, PATTERN
 from kvdrift.tracing.seam import AttentionCall, Order, Output, seam
-from kvdrift.tracing.sites import BLOCK_SITES, GLOBAL_SITES, HEAD_SITES, PATTERN
 from kvdrift.tracing.tap import Tap, first_tensor, hidden
-
-if TYPE_CHECKING:
-    from kvdrift.models.model import Model
 
 PROBE_TOKENS = 6
 _NO_ROWS = "no axis of it is that of the tokens of a pass, so that nothing in it belongs to a position"

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from kvdrift.errors import ModelError, SiteError
+from kvdrift.models.coverage import Coverage
+from kvdrift.models.load import load
+from kvdrift.models.model import Model
+from kvdrift.models.sites import GLOBAL_SITES, HEAD_SITES, LOGITS, PATTERN, choose_heads, choose_layers, parse_sites
 from kvdrift.tracing.seam import AttentionCall, Order, Output, seam
-from kvdrift.tracing.sites import GLOBAL_SITES, HEAD_SITES, LOGITS, PATTERN, choose_heads, choose_layers, parse_sites
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from kvdrift.models.model import Model
-    from kvdrift.tracing.coverage import Coverage
 
 Values = dict[str, dict[int, Tensor]]
 """Site → layer → tensor; sites that exist once sit under layer 0."""
@@ -277,8 +274,6 @@ def tap(
     >>> taps["resid_post"].shape
     torch.Size([4, 1, 256])
     """
-    from kvdrift.models.load import load
-
     wrapped = load(model, quiet=True)
     wanted = choose_layers(parse_sites(sites), layers, wrapped.architecture.n_layers)
     if positions not in ("current", "all"):

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from torch import Tensor, nn
 
+from kvdrift.models.model import Model
+from kvdrift.models.sites import HEAD_SITES
 from kvdrift.tracing.seam import AttentionCall, Order, Output, seam
-from kvdrift.tracing.sites import HEAD_SITES
 from kvdrift.tracing.tap import first_tensor, hidden
-
-if TYPE_CHECKING:
-    from kvdrift.models.model import Model
 
 Index = slice | list[int]
 

@@ -16,7 +16,7 @@ from kvdrift.drift.lockstep import Lockstep
 from kvdrift.errors import FileError, InputError, ModelError, SiteError
 from kvdrift.models.tiny import tiny
 from kvdrift.paths.cache_off import CacheOff, CacheOffRun
-from kvdrift.runs.engines import pinned
+from kvdrift.runs.engine import pinned
 
 PROMPT = [5, 9, 100, 33, 7, 8, 250, 301, 12, 44, 17, 61]
 

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 import kvdrift as kd
+from kvdrift.models.sites import BLOCK_SITES, GLOBAL_SITES, HEAD_SITES
 from kvdrift.models.tiny import FAMILIES
 from kvdrift.patching.outcome import Arm
 from kvdrift.patching.spec import Patch, as_cell
 from kvdrift.patching.walk import Plan, Walk
 from kvdrift.paths.sampling import greedy
-from kvdrift.tracing.sites import BLOCK_SITES, GLOBAL_SITES, HEAD_SITES
 
 PROMPT = [5, 9, 100, 33, 7, 8, 250, 301, 12, 44]  # longer than the windows of 8
 STEPS = 3

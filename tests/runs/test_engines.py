@@ -14,7 +14,8 @@ import torch
 from kvdrift.errors import InputError, KvdriftError, NonFiniteError
 from kvdrift.runs import ray_engine
 from kvdrift.runs.comparable import comparable
-from kvdrift.runs.engines import engine, pinned
+from kvdrift.runs.engine import pinned
+from kvdrift.runs.engines import engine
 from kvdrift.runs.ray_engine import RayWorker
 
 JOBS = {f"job {i}": i for i in range(6)}

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import kvdrift as kd
+from kvdrift.models.sites import BLOCK_SITES, GLOBAL_SITES, HEAD_SITES
 from kvdrift.models.tiny import FAMILIES, tiny
-from kvdrift.tracing.sites import BLOCK_SITES, GLOBAL_SITES, HEAD_SITES
 from kvdrift.tracing.tap import Tap
 from kvdrift.tracing.writer import Block, Writer, as_index, shifted, slots, write_at
 

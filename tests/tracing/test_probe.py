@@ -6,8 +6,8 @@ from transformers import DiffLlamaConfig, DiffLlamaForCausalLM, RecurrentGemmaCo
 
 import kvdrift as kd
 from kvdrift.errors import ModelError, NotFaithfulError, SiteError
+from kvdrift.models.sites import ALL_SITES
 from kvdrift.models.tiny import FAMILIES, supported_attn, tiny
-from kvdrift.tracing.sites import ALL_SITES
 
 RESIDUAL = {"embed", "resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post", "final_norm", "logits"}
 HEADS = {"q", "k", "v", "z"}

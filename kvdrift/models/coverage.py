@@ -8,7 +8,7 @@ from typing import Literal
 from torch import Tensor, nn
 
 from kvdrift.errors import SiteError
-from kvdrift.tracing.sites import ALL_SITES, GLOBAL_SITES, HEAD_SITES, LOGITS, PATTERN
+from kvdrift.models.sites import ALL_SITES, GLOBAL_SITES, HEAD_SITES, LOGITS, PATTERN
 
 
 @dataclass(frozen=True)

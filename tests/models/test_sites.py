@@ -3,7 +3,7 @@
 import pytest
 
 from kvdrift.errors import KvdriftError, SiteError
-from kvdrift.tracing.sites import ALL_SITES, choose_layers, parse_sites
+from kvdrift.models.sites import ALL_SITES, choose_layers, parse_sites
 
 
 @pytest.mark.parametrize("site", ALL_SITES)

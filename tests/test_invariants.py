@@ -1,9 +1,14 @@
-"""The promises of the project, on every tiny family, dtype, attention implementation and path."""
+"""The promises of the project, on every tiny family, dtype, attention implementation and path.
+
+The fast tests run them where every two of the four stand together (files: where each stands once), the slow ones in
+every combination.
+"""
 
 import json
 
 import pytest
 import torch
+from pairwise import params
 
 import kvdrift as kd
 from kvdrift.models.tiny import FAMILIES, supported_attn
@@ -11,62 +16,66 @@ from kvdrift.models.tiny import FAMILIES, supported_attn
 PROMPT = [5, 9, 100, 33, 7, 8, 250, 301, 12, 44]  # longer than the windows of 8
 STEPS = 3
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-CASES = [(family, dtype, attn) for family in FAMILIES for attn in supported_attn(family) for dtype in DTYPES]
+MODELS = [(family, dtype, attn) for family in FAMILIES for dtype in DTYPES for attn in supported_attn(family)]
 PATHS = {"on": kd.CacheOn(), "off": kd.CacheOff()}
-
-
-@pytest.fixture(scope="module", params=CASES, ids=lambda c: f"{c[0]}-{str(c[1]).removeprefix('torch.')}-{c[2]}")
-def model(request, tiny_model):
-    return tiny_model(*request.param)
+CASES = [(*model, path) for model in MODELS for path in PATHS]
 
 
 def layers_of(value):
     return value if isinstance(value, dict) else {"all": value}
 
 
-def test_tracing_changes_no_bit_and_every_tap_fires(model, hooks, same_bits):
-    for name, path in PATHS.items():
-        generated = model.hf.generate(
-            torch.tensor([PROMPT]),
-            max_new_tokens=STEPS,
-            do_sample=False,
-            use_cache=name == "on",
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
-        trace = kd.record(
-            model, PROMPT, path=path, sites=model.coverage.sites, positions="all", max_new_tokens=STEPS, progress=False
-        )
-        assert not hooks(model.hf)
-        assert trace["logits"].dtype == model.hf(torch.tensor([PROMPT])).logits.dtype  # float32 in mamba
-        for step, untraced in enumerate(generated.logits):
-            assert same_bits(trace["logits"][step].float(), untraced[0].float()), (name, step)
-        assert list(trace.fed) == generated.sequences[0, len(PROMPT) :].tolist()
-        assert set(trace.sites) == set(model.coverage.sites)
-        for site in trace.sites:
-            axes = trace.axes(site)
-            sizes = [len(values) for axis, values in axes.items()]
-            if "layer" in axes:
-                assert axes["layer"] == model.coverage.layers(site)
-            value = trace[site]
-            if isinstance(value, dict):
-                sizes.pop(list(axes).index("layer"))
-                assert tuple(value) == axes["layer"]
-            for tensor in layers_of(value).values():
-                assert list(tensor.shape) == sizes, site
-                assert tensor.isfinite().all()
-            assert list(trace.valid(site).shape) == [len(values) for values in axes.values()][:-1]
-            if "position" in axes:
-                fired = trace.valid(site).flatten(1, -2) if trace.valid(site).ndim > 2 else trace.valid(site)[:, None]
-                current = torch.tensor([len(PROMPT) - 1 + step for step in range(STEPS)])
-                assert fired[torch.arange(STEPS), :, current].all(), f"{site} is silent at the current position"
-                assert not fired[0, :, len(PROMPT) :].any(), f"{site} claims positions that were not there yet"
-            else:
-                assert trace.valid(site).all()
+@pytest.mark.parametrize(("family", "dtype", "attn", "name"), params(CASES))
+def test_tracing_changes_no_bit_and_every_tap_fires(family, dtype, attn, name, tiny_model, hooks, same_bits):
+    model = tiny_model(family, dtype, attn)
+    generated = model.hf.generate(
+        torch.tensor([PROMPT]),
+        max_new_tokens=STEPS,
+        do_sample=False,
+        use_cache=name == "on",
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    trace = kd.record(
+        model,
+        PROMPT,
+        path=PATHS[name],
+        sites=model.coverage.sites,
+        positions="all",
+        max_new_tokens=STEPS,
+        progress=False,
+    )
+    assert not hooks(model.hf)
+    assert trace["logits"].dtype == model.hf(torch.tensor([PROMPT])).logits.dtype  # float32 in mamba
+    for step, untraced in enumerate(generated.logits):
+        assert same_bits(trace["logits"][step].float(), untraced[0].float()), (name, step)
+    assert list(trace.fed) == generated.sequences[0, len(PROMPT) :].tolist()
+    assert set(trace.sites) == set(model.coverage.sites)
+    for site in trace.sites:
+        axes = trace.axes(site)
+        sizes = [len(values) for axis, values in axes.items()]
+        if "layer" in axes:
+            assert axes["layer"] == model.coverage.layers(site)
+        value = trace[site]
+        if isinstance(value, dict):
+            sizes.pop(list(axes).index("layer"))
+            assert tuple(value) == axes["layer"]
+        for tensor in layers_of(value).values():
+            assert list(tensor.shape) == sizes, site
+            assert tensor.isfinite().all()
+        assert list(trace.valid(site).shape) == [len(values) for values in axes.values()][:-1]
+        if "position" in axes:
+            fired = trace.valid(site).flatten(1, -2) if trace.valid(site).ndim > 2 else trace.valid(site)[:, None]
+            current = torch.tensor([len(PROMPT) - 1 + step for step in range(STEPS)])
+            assert fired[torch.arange(STEPS), :, current].all(), f"{site} is silent at the current position"
+            assert not fired[0, :, len(PROMPT) :].any(), f"{site} claims positions that were not there yet"
+        else:
+            assert trace.valid(site).all()
 
 
-@pytest.mark.parametrize("name", PATHS)
-def test_a_path_does_not_drift_from_itself(model, name):
+@pytest.mark.parametrize(("family", "dtype", "attn", "name"), params(CASES))
+def test_a_path_does_not_drift_from_itself(family, dtype, attn, name, tiny_model):
+    model = tiny_model(family, dtype, attn)
     drift = kd.compare(model, PROMPT, a=PATHS[name], b=PATHS[name], max_new_tokens=2, floor=0, progress=False)
     kinds = [key for key in drift.arrays if key.startswith(("drift/", "local/"))]
     assert kinds
@@ -81,7 +90,12 @@ def test_a_path_does_not_drift_from_itself(model, name):
         assert drift.onset("resid_post").source_layer is None
 
 
-def test_the_same_call_gives_the_same_bits_and_so_does_its_file(model, hooks, same_bits, tmp_path):
+@pytest.mark.parametrize(("family", "dtype", "attn"), params(MODELS, 1))
+def test_the_same_call_gives_the_same_bits_and_so_does_its_file(
+    family, dtype, attn, tiny_model, hooks, same_bits, tmp_path
+):
+    model = tiny_model(family, dtype, attn)
+
     def run():
         return kd.compare(model, PROMPT, max_new_tokens=2, floor=1, progress=False)
 

@@ -214,6 +214,7 @@ def test_workers_that_have_travelled_give_the_same_records(donor, tiny_model, tm
     assert here == there
 
 
+@pytest.mark.slow
 def test_two_ray_workers_go_on_where_this_process_stopped_with_the_same_records(
     model, tmp_path, monkeypatch, cluster, hooks
 ):

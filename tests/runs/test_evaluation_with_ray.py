@@ -28,16 +28,13 @@ def here(models):
     return run(models)
 
 
-def test_records_are_the_same_with_two_workers(models, here, cluster, tmp_path):  # with one: the next test
+def test_a_store_that_was_begun_here_goes_on_with_two_workers_and_the_records_are_the_same(
+    models, here, cluster, tmp_path
+):
+    run(models, limit=2, store=tmp_path)
     spread = run(models, engine="ray", workers=2, store=tmp_path)
     assert spread.records == here.records
     assert spread.settings == here.settings
-    assert spread == here
-
-
-def test_a_store_that_was_begun_here_goes_on_there(models, here, cluster, tmp_path):
-    run(models, limit=2, store=tmp_path)
-    spread = run(models, engine="ray", workers=1, store=tmp_path)
     assert spread == here
     lines = (tmp_path / "records.jsonl").read_text().splitlines()
     assert len(lines) == len(PROMPTS)

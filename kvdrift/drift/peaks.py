@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvdrift.drift.profile import mean_measured
+from kvdrift.statistics.measured import mean_measured
 
 if TYPE_CHECKING:
     from kvdrift.drift.result import Drift

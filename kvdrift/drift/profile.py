@@ -1,30 +1,26 @@
-"""How drift begins and grows over the layers: growth, onset, and the statistics they rest on.
+"""How drift begins and grows over the layers: onset and growth.
 
 Pure functions of numpy arrays. Prompts are the sampling unit: tokens are clustered in them, so every interval
 and p-value comes from resampling prompts. NaN means "not measured" and is left out, never counted as zero;
 infinity is a measured value. Step 0 (where both paths do the same work) is for the caller to leave out.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kvdrift.errors import InputError
-
-MIN_PROMPTS = 5
-"""Fewest prompts from which `onset` infers an excess over the floor."""
-
-_CHUNK = 2_000_000  # numbers resampled at a time: 16 MB
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A number and its bootstrap interval over prompts (None for one prompt, or where it is undefined)."""
-
-    value: float
-    interval: tuple[float, float] | None = None
+from kvdrift.statistics.measured import mean_measured, median_measured, quotient
+from kvdrift.statistics.multiplicity import holm
+from kvdrift.statistics.resampling import (
+    MIN_PROMPTS,
+    Estimate,
+    bootstrap_interval,
+    check_bootstrap,
+    ratio_above_one,
+)
 
 
 @dataclass(frozen=True)
@@ -151,11 +147,11 @@ def growth(
     if np.nanmax(both[:, 0]) == 0:
         return Growth(n_prompts=n_prompts, note="the drift is zero at every layer of every profile")
 
-    def statistic(data: NDArray[np.float64]) -> NDArray[np.float64]:
-        medians = _median(data, axis=-3)
+    def statistic(data: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
+        medians = median_measured(data, axis=axis)
         return _growth_numbers(medians[..., 0, :], medians[..., 1, :], numbers)
 
-    point = statistic(both)
+    point = statistic(both, axis=0)
     low, high = bootstrap_interval(statistic, both, confidence=confidence, n_boot=n_boot, seed=seed)
     estimates = (
         None if np.isnan(v) else Estimate(float(v), None if np.isnan(lo) else (float(lo), float(hi)))
@@ -224,7 +220,7 @@ def onset(
     >>> onset({"resid_post": [[[0.0, 0.0, 1e-3]]]}, None, range(3)).source_layer
     2
     """
-    _check_bootstrap(confidence, n_boot)
+    check_bootstrap(confidence, n_boot)
     numbers, sites = _layers(layers), {name: _profiles(name, x, 3) for name, x in local.items()}
     if site not in sites:
         raise InputError(f"Local drift of {sorted(sites)} given; {site!r}, whose onset is asked for, must be among it.")
@@ -253,155 +249,6 @@ def onset(
     return Onset(source, module, share, n_pairs, excess, ratio, p_value, n_prompts, reason)
 
 
-def holm(p_values: ArrayLike) -> NDArray[np.float64]:
-    """Return Holm's step-down adjusted p-values.
-
-    The i-th smallest of m (i from 1) becomes the largest of (m − j + 1) · p₍ⱼ₎ over j ≤ i, at most 1. NaN (not
-    tested) stays NaN and is not counted in m.
-
-    Raises
-    ------
-    InputError
-        A p-value lies outside 0 to 1, or the array is not one-dimensional.
-
-    Examples
-    --------
-    >>> holm([0.01, 0.04, 0.03]).round(6).tolist()
-    [0.03, 0.06, 0.06]
-    """
-    p = np.asarray(p_values, dtype=np.float64)
-    if p.ndim != 1 or np.any((p < 0) | (p > 1)):
-        raise InputError(f"p-values {p_values!r} given; a flat list of numbers from 0 to 1 is needed.")
-    order = np.argsort(p, kind="stable")[: int((~np.isnan(p)).sum())]  # NaN sorts last
-    adjusted = np.full(p.shape, np.nan)
-    steps = np.arange(len(order), 0, -1) * p[order]
-    adjusted[order] = np.minimum(np.maximum.accumulate(steps), 1.0)
-    return adjusted
-
-
-def bootstrap_interval(
-    statistic: Callable[[NDArray[np.float64]], NDArray[np.float64]],
-    data: ArrayLike,
-    *,
-    confidence: float = 0.95,
-    n_boot: int = 2000,
-    seed: int = 0,
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the percentile bootstrap interval of a statistic, resampling the first axis (prompts).
-
-    The ends are order statistics (no interpolation, so infinity is a legal end). A statistic that is undefined
-    (NaN) in more resamples than one tail holds has no interval.
-
-    Parameters
-    ----------
-    statistic
-        Maps stacked resamples `[resample, prompt, ...]` to `[resample, *out]` with `*out` of at most one axis.
-    data
-        `[prompt, ...]`.
-    confidence, n_boot, seed
-        Coverage, number of resamples, seed of the generator.
-
-    Returns
-    -------
-    (low, high), each of shape `[*out]`; NaN where there is no interval, as with a single prompt.
-
-    Raises
-    ------
-    InputError
-        There is no prompt, or a bootstrap option is out of range.
-
-    Examples
-    --------
-    >>> low, high = bootstrap_interval(lambda x: x.mean(axis=1), [1.0, 1.0, 1.0])
-    >>> float(low), float(high)
-    (1.0, 1.0)
-    """
-    _check_bootstrap(confidence, n_boot)
-    x = np.asarray(data, dtype=np.float64)
-    if x.ndim == 0 or len(x) == 0:
-        raise InputError(f"Data of shape {x.shape} given; the first axis must hold one prompt or more.")
-    if len(x) == 1:
-        undefined = np.full(np.shape(statistic(x[None]))[1:], np.nan)
-        return undefined, undefined.copy()
-    draws = np.concatenate([statistic(x[rows]) for rows in _resamples(x.shape, n_boot, seed)])
-    tail = (1 - confidence) / 2
-    enough = np.isnan(draws).mean(axis=0) <= tail
-    filled = np.where(np.isnan(draws), -np.inf, draws), np.where(np.isnan(draws), np.inf, draws)
-    low = np.quantile(filled[0], tail, axis=0, method="lower")
-    high = np.quantile(filled[1], 1 - tail, axis=0, method="higher")
-    return np.where(enough, low, np.nan), np.where(enough, high, np.nan)
-
-
-def ratio_above_one(
-    numerator: ArrayLike, denominator: ArrayLike, *, confidence: float = 0.95, n_boot: int = 2000, seed: int = 0
-) -> tuple[Estimate, float]:
-    """Test mean(numerator) / mean(denominator) over prompts against 1.
-
-    A studentised bootstrap over prompts of the log ratio, with its delta-method standard error. (A plain percentile
-    bootstrap is too sure of itself at few prompts.)
-
-    Parameters
-    ----------
-    numerator, denominator
-        Numbers that are not negative, ``[prompt]``.
-    confidence, n_boot, seed
-        Coverage, number of resamples, seed of the generator.
-
-    Returns
-    -------
-    estimate, p_value
-        The ratio with its interval (None where it is undefined), and the one-sided p-value of a ratio of 1 or less.
-
-    Examples
-    --------
-    >>> estimate, p_value = ratio_above_one([2.0, 2.2, 1.9, 2.1, 2.0], [1.0, 1.0, 1.0, 1.1, 1.0])
-    >>> round(estimate.value, 2), p_value < 0.05
-    (2.0, True)
-    """
-    pairs = np.stack([np.asarray(x, dtype=np.float64) for x in (numerator, denominator)], axis=1)  # [prompt, 2]
-    log_ratio, error = _log_ratio(pairs[None])
-    draws = [_log_ratio(pairs[rows]) for rows in _resamples(pairs.shape, n_boot, seed)]
-    logs, errors = (np.concatenate(x) for x in zip(*draws, strict=True))
-    means = pairs.mean(axis=0)
-    ratio = float(_ratio(means[:1], means[1:])[0])
-    if not np.isfinite(log_ratio[0]):  # a side or both of exactly zero, or infinite
-        if not log_ratio[0] > 0:
-            return Estimate(ratio), 1.0
-        return Estimate(ratio, (ratio, ratio)), float((1 + (~(logs > 0)).sum()) / (n_boot + 1))
-    if error[0] == 0:  # every prompt has the same ratio
-        return Estimate(ratio, (ratio, ratio)), 1.0 if ratio <= 1 else 1 / (n_boot + 1)
-    shift = logs - log_ratio[0]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        t = shift / errors
-    high_t, low_t = np.where(np.isnan(t), np.inf, t), np.where(np.isnan(t), -np.inf, t)
-    p_value = float((1 + (high_t >= log_ratio[0] / error[0]).sum()) / (n_boot + 1))
-    tail = (1 - confidence) / 2
-    with np.errstate(over="ignore"):
-        low = np.exp(log_ratio[0] - error[0] * np.quantile(high_t, 1 - tail, method="higher"))
-        high = np.exp(log_ratio[0] - error[0] * np.quantile(low_t, tail, method="lower"))
-    return Estimate(ratio, (float(low), float(high))), p_value
-
-
-def rule_of_three(n: int) -> float:
-    """Return the upper 95 % confidence bound of a rate after zero events in `n` trials.
-
-    The exact bound 1 − 0.05^(1/n), which is about 3/n for large n (and a little below it).
-
-    Raises
-    ------
-    InputError
-        `n` is below 1.
-
-    Examples
-    --------
-    >>> round(rule_of_three(100), 4)
-    0.0295
-    """
-    if n < 1:
-        raise InputError(f"n={n} trials given; a bound needs at least one.")
-    return float(-np.expm1(np.log(0.05) / n))
-
-
 def _profiles(name: str, values: ArrayLike, ndim: int) -> NDArray[np.float64]:
     """Return drift values as a float64 array of `ndim` dimensions."""
     x = np.asarray(values, dtype=np.float64)
@@ -420,38 +267,6 @@ def _layers(layers: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int64]:
     return numbers
 
 
-def _check_bootstrap(confidence: float, n_boot: int) -> None:
-    """Refuse bootstrap options out of range."""
-    if not 0 < confidence < 1 or n_boot < 1:
-        raise InputError(
-            f"confidence={confidence}, n_boot={n_boot} given; a confidence between 0 and 1 and at least one "
-            "resample are needed."
-        )
-
-
-def _resamples(shape: tuple[int, ...], n_boot: int, seed: int) -> Iterator[NDArray[np.int64]]:
-    """Yield row numbers `[resample, prompt]` in chunks that keep resampled data of `shape` small."""
-    rng = np.random.default_rng(seed)
-    size = max(1, _CHUNK // max(1, int(np.prod(shape))))
-    for start in range(0, n_boot, size):
-        yield rng.integers(0, shape[0], size=(min(size, n_boot - start), shape[0]))
-
-
-def _median(x: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
-    """Return the median along an axis without its NaNs, NaN where nothing else is there; infinities count."""
-    ordered = np.moveaxis(np.sort(x, axis=axis), axis, 0)  # NaN sorts last
-    count = (~np.isnan(ordered)).sum(axis=0)
-    lower, upper = np.maximum(count - 1, 0) // 2, np.minimum(count // 2, len(ordered) - 1)
-    low, high = (np.take_along_axis(ordered, i[None], axis=0)[0] for i in (lower, upper))
-    return np.where(lower == upper, low, low / 2 + high / 2)
-
-
-def _ratio(numerator: NDArray[np.float64], denominator: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return a quotient of drifts: x/0 is inf, 0/0 and inf/inf are NaN."""
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        return np.asarray(numerator / denominator)
-
-
 def _growth_numbers(
     drift: NDArray[np.float64], floor: NDArray[np.float64], numbers: NDArray[np.int64]
 ) -> NDArray[np.float64]:
@@ -460,20 +275,20 @@ def _growth_numbers(
     quarter = max(int((depth <= 0.25).sum()) - 1, 0)
     last_quarter = depth > 0.75
     first, final = drift[..., 0], drift[..., -1]
-    plateau = _median(drift[..., last_quarter], axis=-1)
+    plateau = median_measured(drift[..., last_quarter], axis=-1)
     level = np.where((plateau > 0) & np.isfinite(plateau), plateau, np.nan)[..., None]
     near = (drift >= level / 2) & (drift <= level * 2)
     reached = np.argmax(near, axis=-1)
     found = near.any(axis=-1)
     return np.stack(
         [
-            _ratio(first, final),
-            _ratio(drift[..., quarter], final),
+            quotient(first, final),
+            quotient(drift[..., quarter], final),
             np.where(found, depth[reached], np.nan),
             np.where(found, numbers[reached], np.nan),
             plateau,
             final,
-            _ratio(plateau, _median(floor[..., last_quarter], axis=-1)),
+            quotient(plateau, median_measured(floor[..., last_quarter], axis=-1)),
         ],
         axis=-1,
     )
@@ -530,19 +345,3 @@ def _excess(
         f"{np.nanmin(adjusted):.2g} over {most} prompts ({1 - confidence:.2g} and an interval above 1 are needed)"
     )
     return None, None, None, reason
-
-
-def mean_measured(x: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
-    """Return the mean along an axis without its NaNs, NaN where nothing else is there."""
-    present = ~np.isnan(x)
-    return _ratio(np.where(present, x, 0.0).sum(axis=axis), present.sum(axis=axis).astype(np.float64))
-
-
-def _log_ratio(pairs: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return log(mean local / mean floor) and its delta-method standard error for `[resample, prompt, 2]`."""
-    means, n = pairs.mean(axis=1), pairs.shape[1]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        relative = pairs / means[:, None]
-        influence = relative[..., 0] - relative[..., 1]
-        logs = np.log(means[:, 0]) - np.log(means[:, 1])
-    return logs, np.sqrt((influence**2).sum(axis=1) / (n * (n - 1)))

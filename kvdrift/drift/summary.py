@@ -9,9 +9,11 @@ import numpy as np
 
 from kvdrift import markup
 from kvdrift.drift import findings, peaks
-from kvdrift.drift.profile import MIN_PROMPTS, Estimate, Growth, Onset, rule_of_three
+from kvdrift.drift.profile import Growth, Onset
 from kvdrift.models import ending
 from kvdrift.models.labels import model_name
+from kvdrift.statistics.rates import rule_of_three
+from kvdrift.statistics.resampling import MIN_PROMPTS, Estimate
 from kvdrift.words.layout import bullets
 from kvdrift.words.numbers import count, number, percent, times
 

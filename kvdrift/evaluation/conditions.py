@@ -4,60 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-
-@dataclass(frozen=True)
-class Rate:
-    """A share with its 95 % interval (Wilson with one seed; a bootstrap over items with several).
-
-    Attributes
-    ----------
-    value, low, high
-        The share and its interval, 0 to 1; NaN where nothing was counted.
-    events, n
-        What it was counted from.
-    """
-
-    value: float
-    low: float
-    high: float
-    events: int
-    n: int
-
-
-@dataclass(frozen=True)
-class Difference:
-    """A mean paired difference a − b with its 95 % bootstrap interval over items.
-
-    Attributes
-    ----------
-    value, low, high
-        The mean and its interval; NaN where there is none.
-    """
-
-    value: float
-    low: float
-    high: float
-
-
-@dataclass(frozen=True)
-class Incidence:
-    """Cumulative incidence of divergence by number of tokens, the texts' end being a competing event.
-
-    Attributes
-    ----------
-    tokens
-        Numbers of generated tokens at which it rises, ``[time]``.
-    value, low, high
-        Share of texts that have diverged by then, with its 95 % interval, ``[time]``.
-    horizon
-        ``max_new_tokens``: what has not happened by then is censored.
-    """
-
-    tokens: tuple[int, ...]
-    value: tuple[float, ...]
-    low: tuple[float, ...]
-    high: tuple[float, ...]
-    horizon: int
+from kvdrift.statistics.paired import Difference
+from kvdrift.statistics.rates import Rate
+from kvdrift.statistics.survival import Incidence
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvdrift.errors import InputError
-from kvdrift.evaluation import statistics
 from kvdrift.evaluation.tabulate import accuracy_differences
+from kvdrift.statistics.detectable import enough_to_tell
+from kvdrift.statistics.null import null_share
+from kvdrift.statistics.paired import sign_flip
 
 if TYPE_CHECKING:
     from kvdrift.evaluation.result import Evaluation
@@ -90,10 +92,10 @@ def overall(evaluations: Sequence[Evaluation]) -> Overall:
         a_higher=higher,
         b_higher=lower,
         discordant=int((per_item != 0).sum()),
-        p=statistics.sign_flip(per_item) if len(per_item) else math.nan,
-        enough=statistics.enough_to_tell(per_item),
+        p=sign_flip(per_item) if len(per_item) else math.nan,
+        enough=enough_to_tell(per_item),
         null_a_higher=tuple(count for count, _ in null),
-        null_share=statistics.null_share(max(higher, lower), [max(pair) for pair in null]) if null else math.nan,
+        null_share=null_share(max(higher, lower), [max(pair) for pair in null]) if null else math.nan,
     )
 
 

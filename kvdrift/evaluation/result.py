@@ -24,6 +24,8 @@ from kvdrift.models.architecture import Architecture
 from kvdrift.models.labels import PathInfo
 from kvdrift.plain import from_plain, to_plain
 from kvdrift.result import Result, Saved, table_maker
+from kvdrift.statistics.items import item_differences
+from kvdrift.statistics.paired import paired_difference
 
 if TYPE_CHECKING:
     from kvdrift.evaluation.overall import Overall
@@ -89,7 +91,7 @@ class Evaluation(Saved, Result):
 
     @cached_property
     def conditions(self) -> tuple[Condition, ...]:
-        """One per strategy: both paths, paired, with the null beside them; needs ``kvdrift[eval]``."""
+        """One per strategy: both paths, paired, with the null beside them."""
         return _numbers("tabulate").conditions(self)
 
     @cached_property
@@ -99,7 +101,7 @@ class Evaluation(Saved, Result):
         if not golds:
             return None
         a, b = (np.array([[value] for value in column]) for column in zip(*((g.a, g.b) for g in golds), strict=True))
-        return _numbers("statistics").paired_difference(a, b)
+        return paired_difference(a, b)
 
     @cached_property
     def gold_null(self) -> tuple[float, ...]:
@@ -107,9 +109,8 @@ class Evaluation(Saved, Result):
         golds = [record.gold for record in self.records if record.gold is not None]
         if not golds:
             return ()
-        differences = _numbers("statistics").item_differences
         a = [[gold.a] for gold in golds]
-        gaps = [differences(a, [[gold.null[r]] for gold in golds]) for r in range(self.replicates)]
+        gaps = [item_differences(a, [[gold.null[r]] for gold in golds]) for r in range(self.replicates)]
         return tuple(float(gap.mean()) if len(gap) else math.nan for gap in gaps)
 
     def overall(self, *others: Evaluation) -> Overall:

@@ -9,11 +9,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from kvdrift.drift.profile import holm
-from kvdrift.evaluation import statistics
 from kvdrift.evaluation.conditions import Condition, NullNumbers
 from kvdrift.evaluation.records import Answer, Compared, Trial
 from kvdrift.evaluation.task import INVALID
+from kvdrift.statistics.detectable import detectable_difference, enough_to_tell
+from kvdrift.statistics.items import item_differences
+from kvdrift.statistics.multiplicity import holm
+from kvdrift.statistics.null import null_share
+from kvdrift.statistics.paired import mcnemar, paired_difference, sign_flip
+from kvdrift.statistics.rates import item_rate
+from kvdrift.statistics.survival import cumulative_incidence
 
 if TYPE_CHECKING:
     from kvdrift.evaluation.result import Evaluation
@@ -70,7 +75,7 @@ class _Strategy:
         self.b = [[trial.b for trial in row] for row in trials]
         self.null = [[[trial.null[r] for trial in row] for row in trials] for r in range(evaluation.replicates)]
         self.right_a, self.right_b = _grid(self.a, _correct), _grid(self.b, _correct)
-        self.differences = statistics.item_differences(self.right_a, self.right_b)
+        self.differences = item_differences(self.right_a, self.right_b)
         self.only_a = int((self.right_a > self.right_b).sum())
         self.only_b = int((self.right_b > self.right_a).sum())
         self.one_seed = len(evaluation.seeds) == 1
@@ -81,8 +86,8 @@ class _Strategy:
         if not len(self.differences):
             return math.nan
         if self.one_seed:
-            return statistics.mcnemar(self.only_a, self.only_b)
-        return statistics.sign_flip(self.differences)
+            return mcnemar(self.only_a, self.only_b)
+        return sign_flip(self.differences)
 
     def condition(self, p_holm: float) -> Condition:
         """Everything about it."""
@@ -94,18 +99,18 @@ class _Strategy:
             strategy=self.strategy,
             n_items=len(evaluation.records),
             n_seeds=len(evaluation.seeds),
-            accuracy_a=statistics.item_rate(self.right_a),
-            accuracy_b=statistics.item_rate(self.right_b),
-            difference=statistics.paired_difference(self.right_a, self.right_b),
+            accuracy_a=item_rate(self.right_a),
+            accuracy_b=item_rate(self.right_b),
+            difference=paired_difference(self.right_a, self.right_b),
             only_a=self.only_a,
             only_b=self.only_b,
             test="McNemar" if self.one_seed else "sign flip",
             p=self.p,
             p_holm=p_holm,
-            enough=statistics.enough_to_tell(self.differences),
-            detectable=statistics.detectable_difference(n, len(differing) / n, size=size) if n else None,
-            divergence=statistics.item_rate(_grid(self.b, _diverged)),
-            incidence=statistics.cumulative_incidence(_grid(self.b, _divergence), evaluation.max_new_tokens),
+            enough=enough_to_tell(self.differences),
+            detectable=detectable_difference(n, len(differing) / n, size=size) if n else None,
+            divergence=item_rate(_grid(self.b, _diverged)),
+            incidence=cumulative_incidence(_grid(self.b, _divergence), evaluation.max_new_tokens),
             invalid_a=_count(self.a, lambda answer: answer.answer == INVALID),
             invalid_b=_count(self.b, lambda answer: answer.answer == INVALID),
             truncated_a=_count(self.a, lambda answer: answer.stop == "length"),
@@ -131,9 +136,9 @@ class _Strategy:
         else:
             observed = self.evaluation.gold
             shares = (
-                statistics.null_share(float(_grid(self.b, _diverged).mean()), divergence),
-                statistics.null_share(_mean_difference(self.right_a, self.right_b), differences, "two-sided"),
-                math.nan if observed is None else statistics.null_share(observed.value, gold, "two-sided"),
+                null_share(float(_grid(self.b, _diverged).mean()), divergence),
+                null_share(_mean_difference(self.right_a, self.right_b), differences, "two-sided"),
+                math.nan if observed is None else null_share(observed.value, gold, "two-sided"),
             )
         return NullNumbers(differences, divergence, gold, refused, *shares)
 
@@ -143,5 +148,5 @@ def _count(answers: Sequence[Sequence[Answer]], which: Callable[[Answer], bool])
 
 
 def _mean_difference(a: Grid, b: Grid) -> float:
-    differences = statistics.item_differences(a, b)
+    differences = item_differences(a, b)
     return float(differences.mean()) if len(differences) else math.nan

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvdrift.drift.profile import MIN_PROMPTS, bootstrap_interval, holm
 from kvdrift.drift.result import Drift
 from kvdrift.drift.tables import local_on_layers
+from kvdrift.statistics.multiplicity import holm
+from kvdrift.statistics.paired import sign_flip
+from kvdrift.statistics.resampling import MIN_PROMPTS, bootstrap_interval
 
 SITE = "resid_post"
 KINDS = ("drift", "local")
 """Accumulated drift, and what each layer makes by itself."""
-_EXACT = 12  # prompts up to which every assignment of signs is tried
-_RANDOM = 4095  # assignments of signs tried beyond
 
 Floats = NDArray[np.float64]
 
@@ -55,7 +55,7 @@ class Course:
         if len(known) < MIN_PROMPTS:
             undefined = np.full(self.prompts.shape[1], np.nan)
             return undefined, undefined
-        return bootstrap_interval(lambda x: x.mean(axis=1), known)
+        return bootstrap_interval(np.mean, known)
 
     @property
     def floor_band(self) -> tuple[Floats, Floats, Floats]:
@@ -142,9 +142,8 @@ class Change:
     low, high
         95 % bootstrap interval over prompts; NaN below `MIN_PROMPTS` prompts.
     p
-        Two-sided sign-flip test: the share of all assignments of signs to the prompts' differences whose mean is at
-        least as far from zero (a seeded sample of them beyond 12 prompts). With n prompts it cannot fall below
-        2^(1 − n).
+        Of the two-sided sign-flip test over prompts (`kvdrift.statistics.paired.sign_flip`); with n prompts it cannot
+        fall below 2^(1 − n).
     higher, lower, n
         In how many prompts the copy is higher, lower, and how many there are.
     """
@@ -174,9 +173,10 @@ def change(copy: Floats, original: Floats) -> Change:
         return Change(math.nan, math.nan, math.nan, math.nan, 0, 0, 0)
     low = high = math.nan
     if n >= MIN_PROMPTS:
-        low, high = (float(end) for end in bootstrap_interval(lambda x: x.mean(axis=1), difference))
+        low, high = (float(end) for end in bootstrap_interval(np.mean, difference))
     higher, lower = int((difference > 0).sum()), int((difference < 0).sum())
-    return Change(float(difference.mean()), low, high, _sign_flip(difference), higher, lower, n)
+    p = sign_flip(difference) if np.isfinite(difference).all() else 1.0  # infinite, with whatever signs
+    return Change(float(difference.mean()), low, high, p, higher, lower, n)
 
 
 def layer_changes(copy: Course, original: Course) -> tuple[list[Change], Floats]:
@@ -193,21 +193,6 @@ def same_numbers(one: Drift, two: Drift) -> bool:
         for name in names
         if one.arrays[name].dtype.kind == "f"
     )
-
-
-def _sign_flip(difference: Floats) -> float:
-    n = len(difference)
-    if not difference.any():
-        return 1.0
-    if n <= _EXACT:
-        signs = 1 - 2 * ((np.arange(2**n)[:, None] >> np.arange(n)) & 1)
-        extra = 0
-    else:
-        signs = np.random.default_rng(0).choice([-1, 1], size=(_RANDOM, n))
-        extra = 1  # the assignment that was observed
-    means = np.abs(signs @ difference)
-    observed = abs(difference.sum())
-    return float((extra + (means >= observed * (1 - 1e-12)).sum()) / (extra + len(signs)))
 
 
 def _mean(x: Floats) -> Floats:

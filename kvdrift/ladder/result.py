@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 
 from kvdrift.errors import InputError
 from kvdrift.ladder.rung import Rung
-from kvdrift.ladder.statistics import Mean, mean, ratio, upper_bound
 from kvdrift.models.architecture import Architecture
 from kvdrift.models.labels import PathInfo, Prompt
 from kvdrift.result import Result, Saved
+from kvdrift.statistics.means import Mean, mean, ratio
+from kvdrift.statistics.rates import upper_bound
 
 METRICS = ("kl", "kl_float32_head", "logit_l2", "logit_max", "drift", "flip", "tie")
 """What is kept of every arm, prompt and step."""

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvdrift import markup
-from kvdrift.drift.profile import MIN_PROMPTS
 from kvdrift.ladder.arms import ARMS, FLOOR, HALF
 from kvdrift.models.ending import nothing_followed, other_notes
 from kvdrift.models.labels import model_name
+from kvdrift.statistics.resampling import MIN_PROMPTS
 from kvdrift.words.layout import bullets, columns
 from kvdrift.words.numbers import count, decades, number, percent, span, times
 from kvdrift.words.plain import json_safe

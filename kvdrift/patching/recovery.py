@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvdrift.drift.profile import MIN_PROMPTS, ratio_above_one
+from kvdrift.statistics.resampling import MIN_PROMPTS, jackknife_error, ratio_above_one
 
 Array = NDArray[np.float64]
 
@@ -22,8 +22,8 @@ class Recovery:
         1: the donor's logits, bit for bit or nearly; 0: no better than the reference; negative: farther. NaN
         where nothing is left to recover (the reference is as good as the donor).
     low, high
-        95 % interval from a studentised bootstrap over prompts (see `kvdrift.drift.profile.ratio_above_one`); NaN with
-        fewer than five.
+        95 % interval from a studentised bootstrap over prompts (`kvdrift.statistics.resampling.ratio_above_one`); NaN
+        with fewer than five.
     p_value
         One-sided, of a recovery of 0 or less; NaN likewise.
     standard_error
@@ -91,7 +91,7 @@ def recovery(
         low=low,
         high=high,
         p_value=p_value,
-        standard_error=_jackknife(pairs[used]),
+        standard_error=jackknife_error(_one_minus_ratio(pairs[used].sum(axis=0) - pairs[used])),
         per_prompt=tuple(float(x) for x in per_prompt),
         spread=spread,
         reference=name,
@@ -117,12 +117,3 @@ def _interval(pairs: Array) -> tuple[float, float, float]:
     low, high = (np.nan, np.nan) if ratio.interval is None else (1 - _ratio(1.0, end) for end in ratio.interval)
     low = -np.inf if ratio.interval is not None and ratio.interval[0] == 0 else low
     return float(low), float(high), p_value
-
-
-def _jackknife(pairs: Array) -> float:
-    """Standard error of the pooled recovery, leaving out one prompt at a time."""
-    n = len(pairs)
-    if n < 2:
-        return float("nan")
-    left_out = _one_minus_ratio(pairs.sum(axis=0) - pairs)
-    return float(np.sqrt((n - 1) / n * ((left_out - left_out.mean()) ** 2).sum()))

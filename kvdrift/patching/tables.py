@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from kvdrift.drift.profile import holm
+from kvdrift.statistics.multiplicity import holm
 
 if TYPE_CHECKING:
     from kvdrift.patching.outcome import Outcomes

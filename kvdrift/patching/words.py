@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvdrift.drift.profile import MIN_PROMPTS
 from kvdrift.models.ending import nothing_followed, other_notes
+from kvdrift.statistics.resampling import MIN_PROMPTS
 from kvdrift.words.numbers import count, plural
 from kvdrift.words.plain import json_safe, not_finite
 

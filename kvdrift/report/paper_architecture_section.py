@@ -7,11 +7,11 @@ from functools import partial
 import pandas as pd
 
 from kvdrift import views
-from kvdrift.drift.profile import MIN_PROMPTS
 from kvdrift.experiments.paper_architecture import ARMS, PaperArchitecture
 from kvdrift.report import parts
 from kvdrift.report.figures import View, draw, sort
 from kvdrift.report.parts import Column, Section, Table, Tile
+from kvdrift.statistics.resampling import MIN_PROMPTS
 from kvdrift.views.words import counts
 from kvdrift.words.numbers import number, percent, span
 

@@ -9,12 +9,12 @@ from functools import partial
 import pandas as pd
 
 from kvdrift import views
-from kvdrift.drift.profile import MIN_PROMPTS
 from kvdrift.experiments.paper_patching import DIRECTIONS, PaperPatching
 from kvdrift.report import parts
 from kvdrift.report.figures import draw, sort
 from kvdrift.report.parts import Column, Group, Section, Table, Tile
 from kvdrift.report.patching_section import CURVE, RECOVERY
+from kvdrift.statistics.resampling import MIN_PROMPTS
 from kvdrift.views.interventions import of_steps, size
 from kvdrift.words.numbers import number, signed, span
 

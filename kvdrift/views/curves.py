@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from kvdrift.drift import findings, profile
+from kvdrift.drift import findings
 from kvdrift.drift.result import RESIDUAL_SITES, Drift
 from kvdrift.errors import SiteError
+from kvdrift.statistics.resampling import bootstrap_interval
 from kvdrift.views.scale import log_ticks
 from kvdrift.views.theme import FLOOR, FLOOR_LINE, NOT_FINITE
 from kvdrift.views.words import cell_text, layer_kinds
@@ -101,7 +102,7 @@ def curve(drift: Drift, site: str) -> Curve:
     counted = drift.counted.any(axis=1)
     low = high = np.full(prompts.shape[1], np.nan)
     if counted.any():
-        low, high = profile.bootstrap_interval(_median_of_resamples, prompts[counted])
+        low, high = bootstrap_interval(np.median, prompts[counted])
     layers = drift.layers(site)
     return Curve(
         layers=layers,
@@ -113,10 +114,6 @@ def curve(drift: Drift, site: str) -> Curve:
         floor=_floor(drift, site),
         seeds=len(drift.values(site, of="floor")) if drift.has(site, of="floor") else 0,
     )
-
-
-def _median_of_resamples(values: np.ndarray) -> np.ndarray:
-    return np.asarray(np.median(values, axis=1))
 
 
 def _floor(drift: Drift, site: str) -> np.ndarray:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from kvdrift.drift.profile import bootstrap_interval
+from kvdrift.statistics.resampling import bootstrap_interval
 from kvdrift.views.curves import LogAxis
 from kvdrift.views.theme import IDENTICAL, NOT_FINITE
 from kvdrift.views.words import cell_text
@@ -58,12 +58,8 @@ def step_curve(values: np.ndarray, same: np.ndarray, ran: np.ndarray, intervals:
         group = values[who][:, at]
         median[at] = np.median(group, axis=0)
         if intervals:
-            low[at], high[at] = bootstrap_interval(_median_of_resamples, group)
+            low[at], high[at] = bootstrap_interval(np.median, group)
     return StepCurve(steps, median, low, high, ((same == 1) & ran).sum(axis=0), ran.sum(axis=0))
-
-
-def _median_of_resamples(values: np.ndarray) -> np.ndarray:
-    return np.asarray(np.median(values, axis=1))
 
 
 def step_traces(

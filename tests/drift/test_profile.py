@@ -8,18 +8,13 @@ from dataclasses import fields
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kvdrift.drift.profile import (
     Estimate,
     Growth,
     Onset,
-    bootstrap_interval,
     growth,
-    holm,
     onset,
-    rule_of_three,
 )
 from kvdrift.errors import InputError
 
@@ -375,91 +370,3 @@ def test_onset_input_errors() -> None:
         onset({"resid_post": x[0]}, None, range(5))
     with pytest.raises(InputError, match="n_boot=0"):
         onset({"resid_post": x}, None, range(5), n_boot=0)
-
-
-# --- statistics
-
-
-def test_holm_by_hand() -> None:
-    assert holm([0.01, 0.04, 0.03, 0.005]).tolist() == pytest.approx([0.03, 0.06, 0.06, 0.02])
-    assert holm([0.5, 0.9]).tolist() == [1.0, 1.0]
-    assert holm([0.03]).tolist() == [0.03]
-    assert holm([]).tolist() == []
-
-
-def test_holm_leaves_untested_layers_out() -> None:
-    got = holm([NAN, 0.01, NAN, 0.02])
-    assert got[[1, 3]].tolist() == [0.02, 0.02]
-    assert np.isnan(got[[0, 2]]).all()
-    assert np.isnan(holm([NAN])).tolist() == [True]
-
-
-def test_holm_input_errors() -> None:
-    for bad in ([1.5], [-0.1], [[0.1]]):
-        with pytest.raises(InputError, match="from 0 to 1"):
-            holm(bad)
-
-
-@settings(max_examples=80, deadline=None)
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=12), st.floats(0.001, 0.5))
-def test_holm_is_monotone_and_rejects_as_the_step_down_rule_does(p: list[float], alpha: float) -> None:
-    adjusted, raw = holm(p), np.array(p)
-    assert ((adjusted >= raw) & (adjusted <= 1)).all()
-    assert (np.diff(adjusted[np.argsort(raw, kind="stable")]) >= 0).all()
-    rejected = 0
-    for step, smallest in enumerate(sorted(p)):
-        if smallest * (len(p) - step) > alpha:
-            break
-        rejected += 1
-    assert int((adjusted <= alpha).sum()) == rejected
-
-
-def test_bootstrap_interval_of_a_mean_has_its_coverage() -> None:
-    rng, hits = np.random.default_rng(7), 0
-    for seed in range(200):
-        low, high = bootstrap_interval(lambda x: x.mean(axis=1), rng.normal(size=40), n_boot=500, seed=seed)
-        hits += bool(low <= 0 <= high)
-    assert 178 <= hits <= 198  # 95 % nominal, about 94 % at n = 40
-
-
-def test_bootstrap_interval_matches_the_exact_resampling_distribution() -> None:
-    data = np.array([0.0, 1.0, 5.0])
-    means = np.array(sorted(np.mean(x) for x in itertools.product(data, repeat=3)))
-    low, high = bootstrap_interval(lambda x: x.mean(axis=1), data, confidence=0.8, n_boot=20000)
-    assert (low, high) == pytest.approx((means[2], means[24]))
-
-
-def test_bootstrap_interval_shapes_and_undefined_outcomes() -> None:
-    data = np.arange(12.0).reshape(4, 3)
-    low, high = bootstrap_interval(lambda x: x.mean(axis=1), data)
-    assert low.shape == high.shape == (3,)
-    assert (low < high).all()
-    low, high = bootstrap_interval(lambda x: x.mean(axis=1), data[:1])
-    assert np.isnan([low, high]).all()
-    low, high = bootstrap_interval(lambda x: np.where(x.mean(axis=1) > 3, np.nan, 1.0), data[:, 0])
-    assert np.isnan([low, high]).all()  # undefined too often
-    low, high = bootstrap_interval(lambda x: np.where(x.mean(axis=1) > 3, np.inf, 1.0), data[:, 0])
-    assert (low, high) == (1.0, INF)
-    with pytest.raises(InputError, match="one prompt or more"):
-        bootstrap_interval(lambda x: x.mean(axis=1), np.zeros((0, 3)))
-
-
-def test_chunks_do_not_change_the_interval(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = np.random.default_rng(0).normal(size=(6, 4))
-    whole = bootstrap_interval(lambda x: x.mean(axis=1), data, n_boot=101)
-    monkeypatch.setattr("kvdrift.drift.profile._CHUNK", 7 * data.size)
-    parts = bootstrap_interval(lambda x: x.mean(axis=1), data, n_boot=101)
-    assert np.array_equal(whole, parts)
-
-
-@pytest.mark.parametrize("n", [1, 5, 20, 1000])
-def test_rule_of_three_is_the_exact_bound(n: int) -> None:
-    bound = rule_of_three(n)
-    assert (1 - bound) ** n == pytest.approx(0.05, rel=1e-12)  # a rate this high gives no event in n once in 20
-    assert bound < 3 / n
-    assert n < 1000 or bound > 0.997 * 3 / n
-
-
-def test_rule_of_three_needs_a_trial() -> None:
-    with pytest.raises(InputError, match="n=0"):
-        rule_of_three(0)

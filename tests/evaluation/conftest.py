@@ -7,12 +7,12 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
-from kvdrift.evaluation import statistics
 from kvdrift.evaluation.records import Answer, Compared, Gold, ItemRecord, Trial
 from kvdrift.evaluation.result import Evaluation
 from kvdrift.models.labels import PathInfo
 from kvdrift.models.load import load
 from kvdrift.models.tiny import tiny
+from kvdrift.statistics import resampling
 
 VOCABULARY = 384
 
@@ -51,7 +51,7 @@ def single(word_model):
 @pytest.fixture
 def quick_statistics(monkeypatch):
     """Intervals of few resamples, where no test reads them."""
-    monkeypatch.setattr(statistics, "N_BOOTSTRAP", 99)
+    monkeypatch.setattr(resampling, "N_BOOTSTRAP", 99)
 
 
 # --- results made by hand

@@ -11,7 +11,7 @@ import pytest
 from kvdrift.errors import FileError, InputError
 from kvdrift.evaluation.records import Gold
 from kvdrift.evaluation.result import Evaluation
-from kvdrift.evaluation.statistics import detectable_difference
+from kvdrift.statistics.detectable import detectable_difference
 
 NAN = float("nan")
 

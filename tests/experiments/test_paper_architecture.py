@@ -13,6 +13,7 @@ from kvdrift.errors import FileError, InputError, ModelError
 from kvdrift.experiments.architecture_numbers import change, course, layer_changes, same_numbers
 from kvdrift.experiments.paper_architecture import ARMS, PaperArchitecture, paper_architecture
 from kvdrift.models.tiny import tiny
+from kvdrift.statistics.paired import N_PERMUTATIONS
 
 module = import_module("kvdrift.experiments.paper_architecture")  # the function has the same name
 PROMPTS = [[5, 9, 100, 33, 7], [8, 250, 301, 12]]
@@ -167,7 +168,8 @@ def test_the_sign_flip_test_is_the_exact_one():
     rng = np.random.default_rng(0)
     flat = [change(rng.standard_normal(8), np.zeros(8)).p for _ in range(400)]
     assert 0.02 < np.mean(np.array(flat) <= 0.05) < 0.08
-    assert change(rng.standard_normal(40) + 1, np.zeros(40)).p == 1 / 4096
+    assert change(rng.standard_normal(40) + 1, np.zeros(40)).p == 2 / (1 + N_PERMUTATIONS)
+    assert change(np.array([1.0, np.inf]), np.zeros(2)).p == 1.0
     assert change(np.array([np.nan, 3.0]), np.zeros(2)).n == 1
     assert np.isnan(change(np.full(2, np.nan), np.zeros(2)).mean)
 

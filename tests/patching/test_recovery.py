@@ -7,8 +7,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from kvdrift.drift.profile import ratio_above_one
 from kvdrift.patching.recovery import recovery
+from kvdrift.statistics.resampling import ratio_above_one
 
 RNG = np.random.default_rng(0)
 few = settings(max_examples=50, deadline=None)

@@ -1,6 +1,4 @@
-"""Numbers over prompts: means with their errors, ratios of paired means, bounds on rates. Pure."""
-
-from __future__ import annotations
+"""Means over prompts and ratios of paired means."""
 
 import math
 from dataclasses import dataclass
@@ -8,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvdrift.drift.profile import bootstrap_interval, rule_of_three
+from kvdrift.statistics.resampling import bootstrap_interval
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,7 @@ def mean(per_prompt: NDArray[np.float64]) -> Mean:
     if not known.size:
         return Mean(math.nan, math.nan, math.nan, math.nan, math.nan, 0)
     error = float(known.std(ddof=1) / math.sqrt(known.size)) if known.size > 1 else math.nan
-    low, high = bootstrap_interval(lambda x: x.mean(axis=1), known)
+    low, high = bootstrap_interval(np.mean, known)
     return Mean(float(known.mean()), error, float(low), float(high), float(np.median(known)), int(known.size))
 
 
@@ -77,38 +75,14 @@ def ratio(*columns: NDArray[np.float64]) -> tuple[float, float, float]:
     if not len(data):
         return math.nan, math.nan, math.nan
     low, high = bootstrap_interval(_quotients, data)
-    return float(_quotients(data[None])[0]), float(low), float(high)
+    return float(_quotients(data, axis=0)), float(low), float(high)
 
 
-def _quotients(samples: NDArray[np.float64]) -> NDArray[np.float64]:
-    """``[resample, prompt, column] -> [resample]``."""
-    means = samples.mean(axis=1)
+def _quotients(samples: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
+    """The chain of quotients of the means over prompts, of ``[..., prompt, column]``."""
+    means = samples.mean(axis=axis)
     with np.errstate(divide="ignore", invalid="ignore"):
-        value = means[:, 0] / means[:, 1]
-        for place in range(2, means.shape[1], 2):
-            value = value / (means[:, place] / means[:, place + 1])
+        value = means[..., 0] / means[..., 1]
+        for place in range(2, means.shape[-1], 2):
+            value = value / (means[..., place] / means[..., place + 1])
     return np.asarray(value)
-
-
-def upper_bound(events: int, n: int) -> float:
-    """The exact one-sided 95 % upper bound of a rate after ``events`` in ``n`` trials (Clopper-Pearson).
-
-    The p at which so few events have a chance of 5 %; with no event 1 − 0.05^(1/n), about 3/n. NaN without a trial.
-
-    Examples
-    --------
-    >>> round(upper_bound(0, 10), 3), round(upper_bound(2, 10), 3), upper_bound(10, 10)
-    (0.259, 0.507, 1.0)
-    """
-    if n < 1:
-        return math.nan
-    if events >= n:
-        return 1.0
-    if events == 0:
-        return rule_of_three(n)
-    low, high = events / n, 1.0
-    for _ in range(60):
-        p = (low + high) / 2
-        chance = sum(math.comb(n, k) * p**k * (1 - p) ** (n - k) for k in range(events + 1))
-        low, high = (p, high) if chance > 0.05 else (low, p)
-    return (low + high) / 2

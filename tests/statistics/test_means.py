@@ -3,24 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from kvdrift.ladder.statistics import mean, ratio, upper_bound
-
-
-@pytest.mark.parametrize(
-    ("events", "n", "bound"),
-    [(0, 10, 0.2589), (1, 10, 0.3942), (2, 10, 0.5069), (5, 10, 0.7776), (1, 20, 0.2161), (10, 10, 1.0)],
-)
-def test_upper_bounds_are_those_of_published_tables(events, n, bound):
-    assert upper_bound(events, n) == pytest.approx(bound, abs=5e-5)
-
-
-def test_so_few_events_are_rare_at_the_bound():
-    bound, rng = upper_bound(3, 40), np.random.default_rng(0)
-    assert (rng.binomial(40, bound, 200_000) <= 3).mean() == pytest.approx(0.05, abs=0.003)
-
-
-def test_no_trial_no_bound():
-    assert math.isnan(upper_bound(0, 0))
+from kvdrift.statistics.means import mean, ratio
 
 
 def test_mean_leaves_out_what_has_no_value():

@@ -7,7 +7,7 @@ from dataclasses import fields
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
 import torch
@@ -20,24 +20,19 @@ from kvdrift.plain import fields_from_plain, to_plain
 T = TypeVar("T")
 
 
-class Words(NamedTuple):
-    """The functions that say a result as text, as plain data, as HTML, and as sentences: each ``module:name``."""
-
-    summary: str
-    as_dict: str
-    html: str
-    reading: str = ""
-
-
-WORDS = {
-    "Drift": Words("drift.summary:text", "drift.summary:as_dict", "drift.summary:html"),
-    "Evaluation": Words(*(f"evaluation.words:{name}" for name in ("summary", "as_dict", "html", "reading"))),
-    "Factorial": Words("patching.words:factorial_summary", "patching.words:factorial_dict", "patching.html:factorial"),
-    "Ladder": Words(*(f"ladder.words:{name}" for name in ("summary", "as_dict", "html", "reading"))),
-    "PatchResult": Words("patching.words:patch_summary", "patching.words:patch_dict", "patching.html:patch"),
-    "Sweep": Words("patching.words:sweep_summary", "patching.words:sweep_dict", "patching.html:sweep"),
+SUMMARIES = {
+    "Drift": "drift",
+    "Evaluation": "evaluation",
+    "Factorial": "factorial",
+    "Ladder": "ladder",
+    "PaperArchitecture": "paper_architecture",
+    "PaperDrift": "paper_drift",
+    "PaperPatching": "paper_patching",
+    "PatchResult": "patch",
+    "Sweep": "sweep",
 }
-"""Kind of result → what says it. Loaded when a result is first asked, so that no result imports its words."""
+"""Class of a result → the file of `kvdrift.summaries` that says it, loaded when a result is first asked: no result
+imports its words."""
 
 
 class Result:
@@ -61,10 +56,9 @@ class Result:
         return self._say("html")
 
     def _say(self, how: str) -> Any:
-        """Ask the table of words."""
-        words = next(WORDS[base.__name__] for base in type(self).__mro__ if base.__name__ in WORDS)
-        module, _, name = getattr(words, how).partition(":")
-        return getattr(import_module(f"kvdrift.{module}"), name)(self)
+        """What the result's file of `kvdrift.summaries` says: ``summary``, ``html``, ``as_dict``, ``reading``."""
+        name = next(SUMMARIES[base.__name__] for base in type(self).__mro__ if base.__name__ in SUMMARIES)
+        return getattr(import_module(f"kvdrift.summaries.{name}"), how)(self)
 
     # --- kept beside the fields, and no part of the result
 
@@ -147,3 +141,8 @@ def table_maker(what: str, makers: Mapping[str, Callable[[Any], Any]]) -> Callab
     if what not in makers:
         raise InputError(f"to_dataframe({what!r}): choose one of {', '.join(makers)}.")
     return makers[what]
+
+
+def makers_in(module: str, *names: str) -> dict[str, Callable[[Any], Any]]:
+    """Functions by name, of a module that imports the result whose tables they make: loaded when one is asked for."""
+    return {name: getattr(import_module(f"kvdrift.{module}"), name) for name in names}

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvdrift.drift.result import Drift
 from kvdrift.statistics.measured import mean_measured
-
-if TYPE_CHECKING:
-    from kvdrift.drift.result import Drift
 
 SITE = "resid_post"
 MODULES = {"attn": "attn_out", "mlp": "mlp_out"}
@@ -157,17 +154,3 @@ def _mean(drift: Drift, values: np.ndarray) -> np.ndarray:
     """Mean over the counted steps, then over prompts, ``[layer]``; 0 where nothing was measured."""
     counted = np.where(drift.counted[..., None], values, np.nan)
     return np.nan_to_num(mean_measured(mean_measured(counted, axis=1), axis=0), nan=0.0, posinf=np.inf)
-
-
-def peak_dict(drift: Drift, peak: Peak | None) -> dict[str, Any] | None:
-    """A peak's place for JSON: prompt, step, token and its text, and whichever of layer, head, position it has."""
-    if peak is None:
-        return None
-    where = {name: getattr(peak, name) for name in ("layer", "head", "position")}
-    return {
-        "prompt": peak.prompt,
-        "step": peak.step,
-        "token": peak.token,
-        "text": drift.token_texts.get(peak.token),
-        **{name: value for name, value in where.items() if value is not None},
-    }

@@ -14,7 +14,7 @@ from kvdrift.drift import profile
 from kvdrift.errors import SiteError
 from kvdrift.models.architecture import Architecture
 from kvdrift.models.labels import PathInfo, Prompt
-from kvdrift.result import Result, Saved, table_maker
+from kvdrift.result import Result, Saved, makers_in, table_maker
 
 RESIDUAL_SITES = ("embed", "resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post", "final_norm")
 HEAD_SITES = ("q", "k", "v", "z")
@@ -224,10 +224,7 @@ class Drift(Saved, Result):
             prompt, step, site, layer and head. ``"positions"``: one row per prompt, kept step, layer, head
             and absolute position, for K and V.
         """
-        from kvdrift.drift import tables
-
-        makers = {name: getattr(tables, name) for name in ("layers", "logits", "heads", "positions")}
-        return table_maker(what, makers)(self)
+        return table_maker(what, makers_in("drift.tables", "layers", "logits", "heads", "positions"))(self)
 
     # --- its file: that of the control lies in the same one
 

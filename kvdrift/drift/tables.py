@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import pandas as pd
 
-if TYPE_CHECKING:
-    from kvdrift.drift.result import Drift
+from kvdrift.drift.result import Drift
 
 SITE_METRICS = ("rel_l2", "max_abs", "max_ulp", "cosine", "identical")
 

@@ -8,53 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvdrift.errors import InputError
+from kvdrift.evaluation.conditions import Overall
+from kvdrift.evaluation.result import Evaluation
 from kvdrift.evaluation.tabulate import accuracy_differences
 from kvdrift.statistics.detectable import enough_to_tell
 from kvdrift.statistics.null import null_share
 from kvdrift.statistics.paired import sign_flip
-
-if TYPE_CHECKING:
-    from kvdrift.evaluation.result import Evaluation
-
-
-@dataclass(frozen=True)
-class Overall:
-    """One path against the other over all conditions of one or several evaluations of the same items.
-
-    Attributes
-    ----------
-    n_conditions, n_items
-        Models × strategies, and the items that all have.
-    a_higher, b_higher
-        In how many conditions path a, or path b, scored higher.
-    discordant
-        Items whose differences do not cancel.
-    p
-        Of the item-level sign-flip test; NaN without answers.
-    enough
-        Whether so many discordant items could reach 5 % at all.
-    null_a_higher
-        In how many conditions path a scored higher than its re-roll, per replicate.
-    null_share
-        ``(1 + #) / (1 + replicates)`` of the replicates in which as many conditions (or more) favoured one arm as do
-        here; NaN without a null.
-    """
-
-    n_conditions: int
-    n_items: int
-    a_higher: int
-    b_higher: int
-    discordant: int
-    p: float
-    enough: bool
-    null_a_higher: tuple[int, ...]
-    null_share: float
 
 
 def overall(evaluations: Sequence[Evaluation]) -> Overall:

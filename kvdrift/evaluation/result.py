@@ -10,14 +10,14 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kvdrift.errors import InputError
-from kvdrift.evaluation.conditions import Condition, Difference
+from kvdrift.evaluation.conditions import Condition, Difference, Overall
 from kvdrift.evaluation.records import Answer, Compared, ItemRecord
 from kvdrift.files import write_atomically
 from kvdrift.models.architecture import Architecture
@@ -26,9 +26,6 @@ from kvdrift.plain import from_plain, to_plain
 from kvdrift.result import Result, Saved, table_maker
 from kvdrift.statistics.items import item_differences
 from kvdrift.statistics.paired import paired_difference
-
-if TYPE_CHECKING:
-    from kvdrift.evaluation.overall import Overall
 
 What = Literal["conditions", "trials", "items"]
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvdrift.evaluation.conditions import Condition, NullNumbers
 from kvdrift.evaluation.records import Answer, Compared, Trial
+from kvdrift.evaluation.result import Evaluation
 from kvdrift.evaluation.task import INVALID
 from kvdrift.statistics.detectable import detectable_difference, enough_to_tell
 from kvdrift.statistics.items import item_differences
@@ -19,9 +19,6 @@ from kvdrift.statistics.null import null_share
 from kvdrift.statistics.paired import mcnemar, paired_difference, sign_flip
 from kvdrift.statistics.rates import item_rate
 from kvdrift.statistics.survival import cumulative_incidence
-
-if TYPE_CHECKING:
-    from kvdrift.evaluation.result import Evaluation
 
 Grid = NDArray[np.float64]
 

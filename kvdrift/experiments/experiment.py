@@ -4,28 +4,38 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from kvdrift import markup
 from kvdrift.errors import FileError
 from kvdrift.result import Result, Saved
+from kvdrift.words.json import json_safe, not_finite
 
 
 class Experiment(Result):
-    """Base of the paper's experiments: a subclass says its `reading`."""
+    """Base of the paper's experiments."""
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What could not be measured, and why."""
         return ()
 
+    def to_dataframe(self) -> Any:
+        """The experiment's table, a `pandas.DataFrame`."""
+        raise NotImplementedError
+
     def reading(self) -> list[str]:
         """What the table says about the paper's claims, in sentences."""
-        raise NotImplementedError
+        return self._say("reading")
 
     def summary(self) -> str:
         """The reading and the notes as one text."""
         return "\n".join([*self.reading(), *self.notes])
+
+    def to_dict(self) -> dict[str, Any]:
+        """The table and the reading as plain data."""
+        rows = self.to_dataframe().to_dict(orient="records")
+        return {"table": json_safe(rows, not_finite), "reading": self.reading()}
 
     def _repr_html_(self) -> str:
         return markup.listing(self.summary().splitlines())

@@ -14,14 +14,13 @@ from kvdrift.drift.compare import compare
 from kvdrift.drift.result import Drift
 from kvdrift.errors import InputError, ModelError
 from kvdrift.experiments import architecture_tables as tables
-from kvdrift.experiments import architecture_words as words
 from kvdrift.experiments.architecture_numbers import SITE
 from kvdrift.experiments.experiment import Experiment, Folder
 from kvdrift.models.load import load
 from kvdrift.models.model import Model, as_prompts
 from kvdrift.result import Saved, table_maker
 from kvdrift.runs.store import takes_store_as
-from kvdrift.words.plain import json_safe
+from kvdrift.words.json import json_safe
 
 ARMS = {
     "original": "original",
@@ -93,13 +92,9 @@ class PaperArchitecture(Folder, Experiment):
         """
         return table_maker(what, {"arms": tables.arms, "layers": tables.layers})(self.arms)
 
-    def reading(self) -> list[str]:
-        """What the table says about the paper's two claims, in sentences."""
-        return words.reading(self.original, self.kv_heads, self.windows, self.both)
-
     def headline(self) -> str:
         """The answer in one sentence."""
-        return words.headline(self.original, self.kv_heads, self.windows)
+        return self._say("headline")
 
     def to_dict(self) -> dict[str, Any]:
         """The tables and the reading as plain data."""

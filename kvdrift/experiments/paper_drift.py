@@ -12,7 +12,6 @@ from kvdrift.drift.compare import compare
 from kvdrift.drift.result import Drift
 from kvdrift.errors import InputError
 from kvdrift.experiments.experiment import Experiment
-from kvdrift.models.ending import nothing_followed
 from kvdrift.runs.store import takes_store_as
 
 
@@ -31,11 +30,7 @@ class PaperDrift(Experiment):
         """
         import pandas as pd
 
-        return pd.DataFrame([_row(drift) for drift in self.drifts])
-
-    def reading(self) -> list[str]:
-        """What the table says about the paper's two claims, in sentences."""
-        return [_sentence(drift) for drift in self.drifts]
+        return pd.DataFrame([profile_row(drift) for drift in self.drifts])
 
 
 @takes_store_as("resume")
@@ -108,7 +103,8 @@ def paper_drift(
     return PaperDrift(tuple(drifts))
 
 
-def _row(drift: Drift) -> dict[str, Any]:
+def profile_row(drift: Drift) -> dict[str, Any]:
+    """One row of `PaperDrift.to_dataframe`."""
     growth, start, architecture = drift.growth(), findings.onset(drift), drift.architecture
     heads = f"{architecture.n_heads}:{architecture.n_kv_heads}"
     row: dict[str, Any] = {
@@ -125,23 +121,3 @@ def _row(drift: Drift) -> dict[str, Any]:
         low, high = (None, None) if estimate is None or estimate.interval is None else estimate.interval
         row |= {name: None if estimate is None else estimate.value, f"{name}_low": low, f"{name}_high": high}
     return row
-
-
-def _sentence(drift: Drift) -> str:
-    row = _row(drift)
-    sliding = f"{row['sliding_layers']} of {row['layers']} layers sliding"
-    name = f"{row['model']} in {row['dtype']} ({row['grouping']}, {sliding})"
-    if not drift.counted.any():
-        return f"{name}. {nothing_followed(drift.arrays, drift.provenance, drift.notes)}"
-    share, quarter = row["first_layer_share"], row["first_quarter_share"]
-    if share is None or quarter is None:
-        return f"{name}: no drift at the last layer, so there is no profile"
-    even = 1 / row["layers"]
-    shape = (
-        "it jumps at the first layer"
-        if share > 0.5
-        else f"the first layer holds {share:.1%} of the final drift (an even course would give {even:.1%})"
-    )
-    floor = row["plateau_over_floor"]
-    beside = "" if floor is None else f"; the last quarter lies at {floor:.2f} times the rounding floor"
-    return f"{name}: {shape}, the first quarter of the layers {quarter:.1%}{beside}"

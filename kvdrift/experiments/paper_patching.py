@@ -13,7 +13,6 @@ import numpy as np
 from kvdrift.errors import InputError
 from kvdrift.experiments.experiment import Experiment, Folder
 from kvdrift.fingerprint import one_job
-from kvdrift.models.ending import nothing_followed
 from kvdrift.models.load import load
 from kvdrift.patching.outcome import Outcomes
 from kvdrift.patching.result import Sweep
@@ -21,13 +20,11 @@ from kvdrift.patching.schedule import Schedule
 from kvdrift.patching.setup import read
 from kvdrift.patching.spec import Cell, Patch
 from kvdrift.patching.sweep import run_cells
-from kvdrift.patching.words import loses, nothing_written, number
 from kvdrift.paths.cache_off import CacheOff
 from kvdrift.paths.cache_on import CacheOn
 from kvdrift.paths.path import Path
 from kvdrift.result import Saved
 from kvdrift.runs.store import takes_store_as
-from kvdrift.words.plain import json_safe, not_finite
 
 CONDITIONS: dict[str, tuple[str, ...]] = {
     "residual": ("resid_post",),
@@ -86,29 +83,7 @@ class PaperPatching(Folder, Experiment):
                         rows.append(_row(sweep, direction, schedule, condition, role, kv))
         return pd.DataFrame(rows)
 
-    def reading(self) -> list[str]:
-        """What the table says about the paper's inference, in sentences."""
-        return [f"{words}: {sentence}" for words, sweep in self.sweeps.items() for sentence in _reading(sweep)]
 
-    def to_dict(self) -> dict[str, Any]:
-        """The table and the reading as plain data."""
-        rows = self.to_dataframe().to_dict(orient="records")
-        return {"table": json_safe(rows, not_finite), "reading": self.reading()}
-
-
-CAME_BACK = 0.9
-"""From this recovery on a reading says that the donor's trajectory came back."""
-_ONCE = {
-    (
-        False,
-        False,
-    ): "neither the residual nor K/V, patched once, brings the donor's trajectory back: failing alike, the "
-    "one's failure says nothing about the other, and the paper's inference does not follow",
-    (False, True): "K/V patched once bring the donor's trajectory back and the residual does not, as the paper infers",
-    (True, False): "the residual patched once brings the donor's trajectory back and K/V do not, against the paper",
-    (True, True): "either of residual and K/V, patched once, brings the donor's trajectory back, against the paper",
-}
-"""What one-shot patches of (residual, K/V) show."""
 _CONTROLS = {
     "placebo (KV noise)": "placebo",
     "one ulp": "one ulp",
@@ -234,49 +209,3 @@ def _row(sweep: Outcomes, direction: str, schedule: str, condition: str, role: s
         "trivial": role == "patched" and sweep.trivial(cell),
         "n": found.n,
     }
-
-
-def _reading(sweep: Sweep) -> list[str]:
-    if not any(sweep.counted(cell).any() for cell in range(len(sweep.cells))):
-        what = f"no step follows the first write at step {min(cell.first for cell in sweep.cells)}"
-        return [nothing_followed(sweep.arrays, sweep.provenance, sweep.notes, what)]
-    cells = {cell.label: place for place, cell in enumerate(sweep.cells)}
-
-    def gain(label: str) -> Any:
-        return sweep.recovery(cells[label], against="unpatched")
-
-    once = {name: gain(f"{name}, one-shot") for name in ("residual", "KV")}
-    lasting = gain("KV, persistent")
-    if math.isnan(lasting.value):
-        return ["the unpatched recipient has the donor's logits already; there is nothing to recover"]
-    said = [
-        f"against no patch: residual once {number(once['residual'])}, K/V once {number(once['KV'])}, "
-        f"K/V persistently {number(lasting)}"
-    ]
-    idle = [name for name in CONDITIONS if sweep.wrote_nothing(cells[f"{name}, one-shot"])]
-    if idle:
-        said.append(f"{', '.join(idle)} once: {nothing_written(sweep, cells[f'{idle[0]}, one-shot'])}")
-    if all(_leaves_nothing(sweep, cells[f"{name}, one-shot"]) for name in once):
-        keeps = sweep.recipient.label != CacheOff().label
-        why = "" if keeps else ": a recipient without a cache keeps nothing"
-        said.append(f"no bit of a one-shot patch is left after its step{why}")
-    elif not set(idle) & set(once):  # a patch that wrote nothing was not tried
-        said.append(_ONCE[tuple(found.value >= CAME_BACK for found in once.values())])
-    again = sweep.recovery(cells["KV, persistent"], role="re-rolled patched", against="re-roll")
-    if math.isnan(lasting.low):
-        said.append("too few prompts for an interval: take at least 8")
-    elif lasting.low > 0:
-        rest = ", so the rest of it is the two paths' kernels rounding alike" if loses(again, lasting) else ""
-        said.append(
-            "reading the donor's K/V at every step brings the recipient nearer; with the recipient's sums re-rolled "
-            f"the gain is {number(again)}{rest}"
-        )
-    else:
-        said.append("not even the donor's K/V at every step brings the recipient nearer")
-    said.append("a persistent residual patch recovers 1 by construction and proves nothing")
-    return said
-
-
-def _leaves_nothing(sweep: Sweep, cell: int) -> bool:
-    """Whether the patched recipient is the unpatched one again, bit for bit, at every counted step."""
-    return bool((sweep.values("unchanged", "patched", cell)[0][sweep.counted(cell)] == 1).all())

@@ -13,7 +13,7 @@ from kvdrift.models.architecture import Architecture
 from kvdrift.models.labels import PathInfo, Prompt
 from kvdrift.patching.recovery import Recovery, recovery
 from kvdrift.patching.spec import Cell
-from kvdrift.result import Result, Saved, table_maker
+from kvdrift.result import Result, Saved, makers_in, table_maker
 
 SHARED_ROLES = ("unpatched", "re-roll", "full patch")
 """Arms that all cells share."""
@@ -238,6 +238,10 @@ class Outcomes(Saved, Result):
         """Whether a cell's patch ends: then the written steps and those that follow are different questions."""
         return all(patch.schedule.last is not None for patch in self.cells[cell].patches)
 
+    def same_as_unpatched(self, cell: int = 0) -> bool:
+        """Whether the patched recipient gives the unpatched one's logits, bit for bit, at every counted step."""
+        return bool((self.values("unchanged", "patched", cell)[0][self.counted(cell)] == 1).all())
+
     def wrote_nothing(self, cell: int = 0) -> bool:
         """Whether every value that this cell wrote was the recipient's own already; False if none was written."""
         distances = self.values("moved", "patched", cell)[0][self.counted(cell, "written")]
@@ -256,6 +260,4 @@ class Outcomes(Saved, Result):
             (all over the steps that follow the first write; ``…_written``: at the written steps), tokens followed.
             ``"steps"``: one row per prompt, arm and step with every metric.
         """
-        from kvdrift.patching import tables
-
-        return table_maker(what, {"cells": tables.cells, "steps": tables.steps})(self)
+        return table_maker(what, makers_in("patching.tables", "cells", "steps"))(self)

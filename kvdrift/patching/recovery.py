@@ -117,3 +117,12 @@ def _interval(pairs: Array) -> tuple[float, float, float]:
     low, high = (np.nan, np.nan) if ratio.interval is None else (1 - _ratio(1.0, end) for end in ratio.interval)
     low = -np.inf if ratio.interval is not None and ratio.interval[0] == 0 else low
     return float(low), float(high), p_value
+
+
+NOTICED = 0.05
+"""A recovery below this is too small to be divided among causes."""
+
+
+def loses(rerolled: Recovery, plain: Recovery) -> bool:
+    """Whether there is a recovery against no patch at all, and re-rolled sums take some of it away."""
+    return bool(plain.value >= NOTICED and not plain.low <= 0 and rerolled.value < plain.value)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import pandas as pd
 
+from kvdrift.patching.outcome import Outcomes
+from kvdrift.patching.spec import Cell
 from kvdrift.statistics.multiplicity import holm
-
-if TYPE_CHECKING:
-    from kvdrift.patching.outcome import Outcomes
-    from kvdrift.patching.spec import Cell
 
 _STEP_METRICS = ("logit_l2", "kl", "flip", "identical", "unchanged", "moved", "signature", "top1")
 

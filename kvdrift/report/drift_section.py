@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvdrift.drift import findings, peaks, summary
+from kvdrift.drift import findings, peaks
 from kvdrift.drift.result import LOGIT_METRICS, Drift
 from kvdrift.report import parts
 from kvdrift.report.figures import drift_figures
 from kvdrift.report.parts import Column, Group, Section, Table, Tile
 from kvdrift.statistics.resampling import MIN_PROMPTS
+from kvdrift.summaries import drift as summary
 from kvdrift.words.numbers import number, plural, times
 
 MAX_FLIPS = 300

@@ -6,15 +6,15 @@ import math
 from functools import partial
 
 from kvdrift import views
-from kvdrift.evaluation import words
 from kvdrift.evaluation.conditions import Condition, Difference, Rate
 from kvdrift.evaluation.records import ItemRecord
 from kvdrift.evaluation.result import Evaluation
-from kvdrift.evaluation.words import in_percent
 from kvdrift.report import parts
 from kvdrift.report.figures import View, draw, sort
 from kvdrift.report.parts import Column, Section, Table, Tile
 from kvdrift.statistics.resampling import MIN_PROMPTS
+from kvdrift.summaries import evaluation as words
+from kvdrift.summaries.evaluation import in_percent
 from kvdrift.views import takeaway_evaluation as takeaway
 from kvdrift.views.takeaway_evaluation import OUT, UNKNOWN, p_words
 from kvdrift.words.numbers import number, points, span

@@ -6,12 +6,12 @@ from functools import partial
 from typing import Any
 
 from kvdrift import views
-from kvdrift.ladder import words
 from kvdrift.ladder.result import Ladder
 from kvdrift.report import parts
 from kvdrift.report.figures import View, draw, sort
 from kvdrift.report.parts import Column, Section, Table, Tile
 from kvdrift.statistics.resampling import MIN_PROMPTS
+from kvdrift.summaries import ladder as words
 from kvdrift.words.numbers import number, percent, span, times
 
 FIGURE = View(

@@ -11,7 +11,6 @@ import pandas as pd
 
 from kvdrift import views
 from kvdrift.models.labels import model_name
-from kvdrift.patching import words
 from kvdrift.patching.outcome import Outcomes
 from kvdrift.patching.recovery import Recovery
 from kvdrift.patching.result import PatchResult, Sweep
@@ -19,6 +18,7 @@ from kvdrift.report import parts
 from kvdrift.report.figures import Figure, Missing, View, draw, sort
 from kvdrift.report.parts import Column, Section, Table, Tile
 from kvdrift.statistics.resampling import MIN_PROMPTS
+from kvdrift.summaries import patch as words
 from kvdrift.views.interventions import of_steps
 from kvdrift.words.numbers import count, number, signed, span
 

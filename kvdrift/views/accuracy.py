@@ -13,7 +13,7 @@ from plotly.subplots import make_subplots
 
 from kvdrift.evaluation.conditions import Condition, Rate
 from kvdrift.evaluation.result import Evaluation
-from kvdrift.evaluation.words import in_percent
+from kvdrift.summaries.evaluation import in_percent
 from kvdrift.views import takeaway_evaluation as takeaway
 from kvdrift.views.takeaway_evaluation import OUT, UNKNOWN, WITHIN
 from kvdrift.views.theme import FLOOR, FLOOR_LINE, NOT_FINITE, PATH_A, PATH_B, SERIES, lay_out, title_text

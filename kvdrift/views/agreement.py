@@ -11,7 +11,7 @@ from plotly.subplots import make_subplots
 
 from kvdrift.evaluation.conditions import Condition
 from kvdrift.evaluation.result import Evaluation
-from kvdrift.evaluation.words import in_percent, median_token
+from kvdrift.summaries.evaluation import in_percent, median_token
 from kvdrift.views import takeaway_evaluation as takeaway
 from kvdrift.views.curves import band
 from kvdrift.views.theme import FLOOR_LINE, SERIES, lay_out, title_text

@@ -9,8 +9,8 @@ from kvdrift.errors import InputError
 from kvdrift.evaluation.conditions import Condition, NullNumbers
 from kvdrift.evaluation.records import Trial
 from kvdrift.evaluation.result import Evaluation
-from kvdrift.evaluation.words import ALPHA, FEWEST_REPLICATES, in_percent
 from kvdrift.models.labels import model_name
+from kvdrift.summaries.evaluation import ALPHA, FEWEST_REPLICATES, in_percent
 from kvdrift.words.numbers import count, p_value, plural
 
 OUT, WITHIN, UNKNOWN = "stands out", "as re-rolls do", "cannot tell"

@@ -1,6 +1,1 @@
-"""What is said about numbers and results, in text, HTML and plain data; nothing is computed here that a result does not
-know.
-
-`numbers`, `plain` and `layout` are pure and stand at the foot of the house. The other files say one kind of result each
-and read it through what it offers; results do not import them (see `kinds`).
-"""
+"""How numbers, counts and lists are written, in text and JSON, the same on every page; no file here knows a result."""

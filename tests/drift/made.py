@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from kvdrift.drift import summary
 from kvdrift.drift.result import Drift, PathInfo, Prompt
 from kvdrift.models.architecture import Architecture, LayerInfo
+from kvdrift.summaries import drift as summary
 
 KINDS = ("full", "sliding", "full", "full")
 

@@ -6,9 +6,9 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 import kvdrift as kd
-from kvdrift.drift import summary
 from kvdrift.experiments import paper_architecture, paper_drift, paper_patching
 from kvdrift.models.ending import UNUSED_TEMPLATE, after, template_notes, tokens_written
+from kvdrift.summaries import drift as summary
 
 PROMPT, STEPS = [1, 2, 3], 4
 QUICK = {"max_new_tokens": STEPS, "progress": False}

@@ -7,10 +7,10 @@ import plotly.io as pio
 import pytest
 
 from kvdrift import views
-from kvdrift.drift import summary
 from kvdrift.errors import FileError, InputError, SiteError
 from kvdrift.report import figures, write_report
 from kvdrift.report.packed import plotlyjs, unpack
+from kvdrift.summaries import drift as summary
 from kvdrift.words.numbers import number
 
 VIEWS = ("growth", "layer_step", "tokens", "precision", "kv_heads", "kv_positions")

@@ -4,7 +4,7 @@ import math
 import numpy as np
 import pandas as pd
 
-from kvdrift.words.plain import json_safe, not_finite
+from kvdrift.words.json import json_safe, not_finite
 
 VALUES = {"nan": math.nan, "inf": -np.inf, "n": np.int64(3), "yes": np.bool_(True), "row": np.array([1.5, np.nan])}
 

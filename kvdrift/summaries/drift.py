@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 
 from kvdrift import markup
 from kvdrift.drift import findings, peaks
 from kvdrift.drift.profile import Growth, Onset
+from kvdrift.drift.result import Drift
 from kvdrift.models import ending
 from kvdrift.models.labels import model_name
 from kvdrift.statistics.rates import rule_of_three
 from kvdrift.statistics.resampling import MIN_PROMPTS, Estimate
+from kvdrift.words.json import json_safe
 from kvdrift.words.layout import bullets
 from kvdrift.words.numbers import count, number, percent, times
-
-if TYPE_CHECKING:
-    from kvdrift.drift.result import Drift
 
 _MODULES = {"attn": ", in its attention", "mlp": ", in its MLP"}
 
 
-def text(drift: Drift) -> str:
+def summary(drift: Drift) -> str:
     """The summary for a terminal: one line on what was compared, then the reading, then the notes.
 
     Examples
@@ -31,7 +31,7 @@ def text(drift: Drift) -> str:
     >>> import kvdrift as kd
     >>> model = kd.load(kd.models.tiny("llama"))
     >>> drift = kd.compare(model, [1, 2, 3], max_new_tokens=4, floor=0, progress=False)
-    >>> print(text(drift).splitlines()[0])
+    >>> print(summary(drift).splitlines()[0])
     tiny-llama · float32 · attention sdpa · cache-ON against cache-OFF · 1 prompt, 4 steps
     """
     return "\n".join([headline(drift), *bullets(reading(drift), _notes(drift))])
@@ -46,11 +46,6 @@ def html(drift: Drift) -> str:
 
 def _notes(drift: Drift) -> Sequence[str]:
     return drift.notes if drift.counted.any() else ending.other_notes(drift.notes)
-
-
-def as_dict(drift: Drift) -> dict[str, Any]:
-    """The machine-readable summary; see `kvdrift.drift.findings.as_dict`."""
-    return findings.as_dict(drift)
 
 
 def headline(drift: Drift) -> str:
@@ -345,3 +340,109 @@ def _control(drift: Drift) -> list[str]:
 def _spread(estimate: Estimate, write: Any) -> str:
     low, high = (write(end) for end in estimate.interval or (estimate.value, estimate.value))
     return f"{low} to {high}" if low != high else f"{low}, the same in nearly all resamples"
+
+
+# --- plain data
+
+
+def as_dict(drift: Drift) -> dict[str, Any]:
+    """The machine-readable summary, made of values that JSON can hold.
+
+    What was not measured is None. A measured NaN or infinity is the text ``"nan"``, ``"inf"`` or ``"-inf"``,
+    because JSON has no such numbers.
+
+    Returns
+    -------
+    dict
+        ``model, dtype, attn, device, paths``; ``prompts``: how many; ``steps``: measured steps, summed over
+        prompts; ``kl_mean``, ``kl_max``, ``kl_float32_head_mean``, ``kl_floor_mean``: nats, over all measured steps
+        ≥ 1; ``kl_max_at``: the ``prompt``, ``step`` and ``token`` (with its ``text``) predicted there; ``kv_max``:
+        for ``k`` and ``v`` the largest ``rel_l2`` with its ``prompt, step, token, text, layer, head`` (a KV head)
+        and absolute ``position``; ``flips``, ``exact_ties`` (flips at an exact tie), ``flip_margin_max``,
+        ``flip_margin_max_at``; ``free_divergence`` and ``first_flip``: a step or None per prompt; ``layers``:
+        ``{layer, kind, rel_l2_median, floor_median}`` at ``resid_post`` (medians over steps ≥ 1, then over
+        prompts); ``onset_layer`` and ``onset_module``: the source; ``onset_share``; ``onset_local`` and
+        ``local_peak``: ``{layer, module, rel_l2, floor, ratio}`` of the source layer and of the one whose local
+        drift stands highest over its floor; ``excess_layer``, ``excess_ratio``; ``growth``; ``notes``; ``control``:
+        the same for the control dtype, or None.
+    """
+    found, start, grows = findings.flips(drift), findings.onset(drift), findings.growth(drift)
+    kl = findings.counted_logits(drift, "kl")
+    widest = max((flip for flip in found if flip.margin is not None), key=lambda flip: flip.margin or 0.0, default=None)
+    onset_local = None if start is None or start.source_layer is None else peaks.local_at(drift, start.source_layer)
+    peak = peaks.local_peak(drift)
+    values = {
+        "model": drift.a.model,
+        "dtype": drift.a.dtype,
+        "attn": drift.a.attn,
+        "device": drift.a.device,
+        "paths": {"a": drift.a.label, "b": drift.b.label},
+        "prompts": len(drift.prompts),
+        "steps": int(drift.measured.sum()),
+        "kl_mean": findings.mean(kl),
+        "kl_max": findings.largest(kl),
+        "kl_max_at": _place(drift, peaks.logit_peak(drift, "kl")),
+        "kv_max": {site: _kv_max(drift, site) for site in ("k", "v")},
+        "kl_float32_head_mean": findings.mean(findings.counted_logits(drift, "kl_float32_head")),
+        "kl_floor_mean": findings.mean(findings.counted_logits(drift, "kl", "floor")),
+        "flips": len(found),
+        "exact_ties": sum(flip.tie for flip in found),
+        "flip_margin_max": None if widest is None else widest.margin,
+        "flip_margin_max_at": None if widest is None else _flip_at(widest),
+        "first_flip": drift.first_flip,
+        "free_divergence": drift.free_divergence,
+        "layers": _layers(drift),
+        "onset_layer": start.source_layer if start else None,
+        "onset_module": start.source_module if start else None,
+        "onset_share": start.source_share if start else None,
+        "onset_local": None if onset_local is None else asdict(onset_local),
+        "local_peak": None if peak is None else asdict(peak),
+        "excess_layer": start.excess_layer if start else None,
+        "excess_ratio": start.excess_ratio.value if start and start.excess_ratio else None,
+        "growth": grows.to_dict() if grows else None,
+        "notes": drift.notes,
+        "control": None,
+    }
+    plain: dict[str, Any] = json_safe(values)
+    if drift.control is not None:
+        plain["control"] = as_dict(drift.control)
+    return plain
+
+
+def _flip_at(flip: findings.Flip) -> dict[str, int]:
+    return {name: getattr(flip, name) for name in ("prompt", "step", "token_a", "token_b")}
+
+
+def _kv_max(drift: Drift, site: str) -> dict[str, Any] | None:
+    peak = peaks.kv_peak(drift, site)
+    return None if peak is None else {"rel_l2": peak.value, **(_place(drift, peak) or {})}
+
+
+def _layers(drift: Drift) -> list[dict[str, Any]] | None:
+    medians, floors = findings.over_prompts(drift, findings.SITE), findings.over_prompts(drift, findings.SITE, "floor")
+    if medians is None:
+        return None
+    kinds = {info.index: info.attention for info in drift.architecture.layers}
+    return [
+        {
+            "layer": int(number),
+            "kind": kinds.get(int(number)),
+            "rel_l2_median": float(medians[i]) if drift.counted.any() else None,
+            "floor_median": float(floors[i]) if floors is not None and drift.counted.any() else None,
+        }
+        for i, number in enumerate(drift.layers(findings.SITE))
+    ]
+
+
+def _place(drift: Drift, peak: peaks.Peak | None) -> dict[str, Any] | None:
+    """A peak's place for JSON: prompt, step, token and its text, and whichever of layer, head, position it has."""
+    if peak is None:
+        return None
+    where = {name: getattr(peak, name) for name in ("layer", "head", "position")}
+    return {
+        "prompt": peak.prompt,
+        "step": peak.step,
+        "token": peak.token,
+        "text": drift.token_texts.get(peak.token),
+        **{name: value for name, value in where.items() if value is not None},
+    }

@@ -1,4 +1,4 @@
-"""The architecture experiment in sentences, and never more than was measured."""
+"""What the paper's architecture experiment says about grouping and windows, and never more than was measured."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 from kvdrift.drift.result import Drift
 from kvdrift.experiments.architecture_numbers import Change, change, course, layer_changes, same_numbers
 from kvdrift.experiments.architecture_tables import grouping, windows
+from kvdrift.experiments.paper_architecture import PaperArchitecture
 from kvdrift.models.ending import nothing_followed
 from kvdrift.models.labels import model_name
 from kvdrift.statistics.resampling import MIN_PROMPTS
@@ -17,8 +18,9 @@ from kvdrift.words.numbers import number, percent, plural
 ALPHA = 0.05
 
 
-def reading(original: Drift, kv_heads: Drift | None, widened: Drift | None, both: Drift | None) -> list[str]:
+def reading(result: PaperArchitecture) -> list[str]:
     """What the arms say about grouping and about windows."""
+    original, kv_heads, widened, both = result.original, result.kv_heads, result.windows, result.both
     said = [_course(original)]
     if not original.counted.any():
         return said
@@ -35,8 +37,9 @@ def reading(original: Drift, kv_heads: Drift | None, widened: Drift | None, both
     return said
 
 
-def headline(original: Drift, kv_heads: Drift | None, widened: Drift | None) -> str:
+def headline(result: PaperArchitecture) -> str:
     """The answer in one sentence, for a figure."""
+    original, kv_heads, widened = result.original, result.kv_heads, result.windows
     parts = []
     if not original.counted.any():
         return _course(original)

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from drift.made import KINDS, info, make, said
 
-from kvdrift.drift import findings, summary
+from kvdrift.drift import findings
+from kvdrift.summaries import drift as summary
 
 # --- numbers
 
@@ -220,8 +221,8 @@ def test_html_and_text_hold_the_same_and_html_is_escaped():
     drift = replace(drift, a=info(bad), notes=(f"A note {bad}.",))
     assert bad not in summary.html(drift)
     assert "&lt;script&gt;" in summary.html(drift)
-    assert f"A note {bad}." in summary.text(drift)
-    flat = " ".join(summary.text(drift).split())
+    assert f"A note {bad}." in summary.summary(drift)
+    flat = " ".join(summary.summary(drift).split())
     for sentence in summary.reading(drift):
         assert sentence in flat
 
@@ -230,5 +231,5 @@ def test_a_folder_is_named_without_its_parents(tmp_path):
     drift = replace(
         make(), a=info("cache-ON", model=str(tmp_path / "mine")), b=info("cache-OFF", model=str(tmp_path / "mine"))
     )
-    assert str(tmp_path) not in summary.text(drift)
+    assert str(tmp_path) not in summary.summary(drift)
     assert "mine" in summary.headline(drift)

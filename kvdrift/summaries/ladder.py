@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from kvdrift import markup
 from kvdrift.ladder.arms import ARMS, FLOOR, HALF
+from kvdrift.ladder.result import Ladder
+from kvdrift.ladder.rung import Rung
 from kvdrift.models.ending import nothing_followed, other_notes
 from kvdrift.models.labels import model_name
 from kvdrift.statistics.resampling import MIN_PROMPTS
+from kvdrift.words.json import json_safe
 from kvdrift.words.layout import bullets, columns
 from kvdrift.words.numbers import count, decades, number, percent, span, times
-from kvdrift.words.plain import json_safe
-
-if TYPE_CHECKING:
-    from kvdrift.ladder.result import Ladder
-    from kvdrift.ladder.rung import Rung
 
 PAIRS = (("bfloat16", "float16"), ("bfloat16", "float32"), ("float16", "float32"), ("float32", "float64"))
 """Precisions whose ratios a reading gives, the coarser one first."""

@@ -6,17 +6,15 @@ from __future__ import annotations
 import math
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvdrift import markup
+from kvdrift.evaluation.conditions import Condition
+from kvdrift.evaluation.result import Evaluation
 from kvdrift.models.labels import model_name
+from kvdrift.words.json import json_safe
 from kvdrift.words.layout import bullets, columns
 from kvdrift.words.numbers import count, number, p_value, percent, points, span
-from kvdrift.words.plain import json_safe
-
-if TYPE_CHECKING:
-    from kvdrift.evaluation.conditions import Condition
-    from kvdrift.evaluation.result import Evaluation
 
 ALPHA = 0.05
 FEWEST_REPLICATES = 19

@@ -5,9 +5,10 @@ import pytest
 import torch
 
 import kvdrift as kd
-from kvdrift.patching import words
-from kvdrift.patching.recovery import Recovery
+from kvdrift.patching.recovery import Recovery, loses
 from kvdrift.patching.spec import Patch, as_cell
+from kvdrift.summaries import patch as words
+from kvdrift.summaries.recovery import short
 
 NAN = float("nan")
 
@@ -114,7 +115,7 @@ def recovery(value, low=NAN, high=NAN):
     ],
 )
 def test_what_re_rolled_sums_take_away(rerolled, plain, expected):
-    assert words.loses(rerolled, plain) is expected
+    assert loses(rerolled, plain) is expected
 
 
 @pytest.mark.parametrize(("remains", "explained"), [(0.3, True), (0.99, False)])
@@ -199,6 +200,6 @@ def test_a_sweep_names_the_best_of_either(made):
     assert sweep.best()["cell"].item() == 0
     assert sweep.best(steps="written")["cell"].item() == 4
     lines = sweep.summary().splitlines()
-    assert lines[2].startswith(f"{sweep.cells[0].label}: {words.number(sweep.recovery())} over the steps that follow")
+    assert lines[2].startswith(f"{sweep.cells[0].label}: {short(sweep.recovery())} over the steps that follow")
     assert f"best where it is written: {cells[4].label}: 1.00" in sweep.summary()
     assert "at the written step 3, restored at 100%" in sweep.summary()

@@ -18,6 +18,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,7 @@ def evaluate(model: Any) -> Digests:
         path.write_text("".join(json.dumps({"prompt": PROMPT[n:], "answer": "7"}) + "\n" for n in range(3)))
         task = kd.JsonlTask(path)
         result = kd.evaluate(model, task, strategies=["greedy", "top-k"], null=2, max_new_tokens=6, progress=False)
-    yield "records", json.dumps([record.to_dict() for record in result.records], default=str)
+    yield "records", json.dumps([asdict(record) for record in result.records], default=str)
     yield from told(result)
 
 

@@ -7,22 +7,15 @@ from dataclasses import replace
 
 import numpy as np
 
+from kvdrift.drift.layout import grows, prompt_axis
 from kvdrift.drift.measure import Arrays, pad_stack
 from kvdrift.drift.result import Drift
-
-SHARED = ("steps", "positions/steps")
-"""Coordinates: the same for every prompt, up to its length."""
-_SEED_FIRST = ("floor/", "local_floor/")
 
 
 def one_prompt(arrays: Arrays) -> Arrays:
     """Give the arrays of one walk a prompt axis of length one, and say which steps were measured."""
-    result = {}
-    for name, array in arrays.items():
-        if name in SHARED or name.startswith("layers/"):
-            result[name] = array
-        else:
-            result[name] = array[:, None] if name.startswith(_SEED_FIRST) else array[None]
+    axes = {name: prompt_axis(name) for name in arrays}
+    result = {name: x if (axis := axes[name]) is None else np.expand_dims(x, axis) for name, x in arrays.items()}
     result["measured"] = np.ones((1, len(arrays["steps"])), dtype=bool)
     result["n_steps"] = np.array([len(arrays["fed"])])
     return result
@@ -40,12 +33,10 @@ def concatenate(drifts: Sequence[Drift]) -> Drift:
     for name in dict.fromkeys(name for drift in drifts for name in drift.arrays):
         rows = [drift.arrays.get(name) for drift in drifts]
         like = next(row for row in rows if row is not None)
-        if name in SHARED:
-            arrays[name] = max((row for row in rows if row is not None), key=len)
-        elif name.startswith("layers/"):
-            arrays[name] = like
+        axis = prompt_axis(name)
+        if axis is None:
+            arrays[name] = max((row for row in rows if row is not None), key=len) if grows(name) else like
         else:
-            axis = 1 if name.startswith(_SEED_FIRST) else 0
             first_axis = [
                 _nothing(like, len(drift.prompts)) if row is None else np.moveaxis(row, axis, 0)
                 for row, drift in zip(rows, drifts, strict=True)

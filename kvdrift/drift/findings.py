@@ -37,8 +37,7 @@ def flips(drift: Drift) -> tuple[Flip, ...]:
     >>> flips(kd.compare(model, [1, 2, 3], b=kd.CacheOn(), max_new_tokens=4, progress=False))
     ()
     """
-    a, b = drift.arrays["top1_a"], drift.arrays["top1_b"]
-    where = np.argwhere((a != b) & drift.measured)
+    a, b = drift.top1("a"), drift.top1("b")
     return tuple(
         Flip(
             prompt=int(p),
@@ -48,7 +47,7 @@ def flips(drift: Drift) -> tuple[Flip, ...]:
             margin=_larger(_at(drift, "margin_a", p, s), _at(drift, "margin_b", p, s)),
             tie=bool(_at(drift, "tie_a", p, s)) or bool(_at(drift, "tie_b", p, s)),
         )
-        for p, s in where
+        for p, s in np.argwhere(drift.flips)
     )
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from kvdrift import provenance
 from kvdrift.controls.precision import cast_copy
 from kvdrift.drift.assemble import one_prompt
+from kvdrift.drift.layout import layers_name
 from kvdrift.drift.lockstep import Lockstep, Plan
 from kvdrift.drift.result import Drift
 from kvdrift.errors import InputError, SiteError
@@ -160,8 +161,8 @@ class Job:
         one, two = self.a.model or self.model, self.b.model or self.model
         for site in self.plan.sites:
             if site not in GLOBAL_SITES:
-                arrays[f"layers/{site}"] = _numbers(one, two, site)
-        arrays["layers/local"] = np.array(self.plan.local_layers, dtype=np.int64)
+                arrays[layers_name(site)] = _numbers(one, two, site)
+        arrays[layers_name("local")] = np.array(self.plan.local_layers, dtype=np.int64)
         fed = [int(token) for token in arrays["fed"][0]]
         seen = {*prompt.ids, *fed, *arrays["top1_a"].flatten().tolist(), *arrays["top1_b"].flatten().tolist()}
         control = None if self.control is None else self.control.run(prompt, fed, len(fed), tick)

@@ -64,9 +64,8 @@ def logit_peak(drift: Drift, metric: str) -> Peak | None:
 def kv_peak(drift: Drift, site: str) -> Peak | None:
     """Where relative L2 of ``"k"`` or ``"v"`` is largest: among positions at the kept steps, else among heads."""
     layers = drift.layers(site)
-    by_position = drift.arrays.get(f"positions/{site}/rel_l2")
-    if by_position is not None:
-        found = _peak(drift, by_position, drift.arrays["positions/steps"], layers)
+    if drift.has(site, of="positions"):
+        found = _peak(drift, drift.values(site, of="positions"), drift.position_steps, layers)
         if found is not None:
             return found
     return _peak(drift, drift.values(site), drift.steps, layers) if drift.has(site) else None
@@ -91,7 +90,7 @@ def _peak(drift: Drift, values: np.ndarray, steps: np.ndarray, layers: np.ndarra
         value=float(values[(prompt, step, *inner)]),
         prompt=prompt,
         step=number,
-        token=int(drift.arrays["fed"][prompt, number]),
+        token=int(drift.fed[prompt, number]),
         layer=None if layer is None or layers is None else int(layers[layer]),
         head=head,
         position=position,
@@ -114,7 +113,7 @@ def local_peak(drift: Drift) -> LocalDrift | None:
 
 def local_at(drift: Drift, layer: int) -> LocalDrift | None:
     """The local drift of one layer; None if it was not measured."""
-    places = np.flatnonzero(drift.layers("local") == layer)
+    places = np.flatnonzero(drift.layers(SITE, "local") == layer)
     return _local(drift, int(places[0])) if places.size and _over_floors(drift, SITE) is not None else None
 
 
@@ -133,7 +132,7 @@ def _local(drift: Drift, place: int) -> LocalDrift:
         if inside is not None and inside[1] is not None:
             ranks[name] = float(inside[2][place])
     module = max(ranks, key=lambda each: ranks[each]) if len(ranks) == 2 and max(ranks.values()) > 0 else None
-    return LocalDrift(int(drift.layers("local")[place]), module, value, floor, ratio)
+    return LocalDrift(int(drift.layers(SITE, "local")[place]), module, value, floor, ratio)
 
 
 def _over_floors(drift: Drift, site: str) -> tuple[np.ndarray, np.ndarray | None, np.ndarray] | None:
@@ -141,9 +140,10 @@ def _over_floors(drift: Drift, site: str) -> tuple[np.ndarray, np.ndarray | None
     if not drift.has(site, of="local"):
         return None
     own = _mean(drift, drift.values(site, of="local"))
-    if not drift.has(site, of="local_floor"):
+    seeds = drift.floor(site, "local")
+    if seeds is None:
         return own, None, own
-    floors = _mean(drift, drift.values(site, of="local_floor").mean(axis=0))
+    floors = _mean(drift, seeds.mean(axis=0))
     positive = floors[floors > 0]
     if not positive.size:
         return own, floors, own

@@ -4,31 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
 from torch import Tensor
 
 from kvdrift.drift import profile
+from kvdrift.drift.layout import FLOORS, Views
 from kvdrift.errors import SiteError
 from kvdrift.models.architecture import Architecture
 from kvdrift.models.labels import PathInfo, Prompt
 from kvdrift.result import Result, Saved, makers_in, table_maker
 
-RESIDUAL_SITES = ("embed", "resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post", "final_norm")
-HEAD_SITES = ("q", "k", "v", "z")
-SITE_METRICS = ("rel_l2", "max_abs", "max_ulp", "cosine", "identical")
-LOGIT_METRICS = (
-    "kl", "kl_float32_head", "js", "flip", "tie_a", "tie_b", "margin_a", "margin_b",
-    "topk_overlap", "logit_l2", "logit_max",
-)  # fmt: skip
 _CONTROL = "control/"
 """Before the names of the control's arrays, in a file."""
 
 
 @dataclass(frozen=True, repr=False)
-class Drift(Saved, Result):
+class Drift(Saved, Result, Views):
     """The drift between path *a* (under test) and path *b* (reference), over prompts, steps and layers.
 
     Attributes
@@ -40,15 +33,8 @@ class Drift(Saved, Result):
     prompts
         The prompts, in order; ``prompt`` is the first axis of every array.
     arrays
-        Flat mapping from a name to an array. ``steps [step]`` holds the numbers of the measured steps and
-        ``measured [prompt, step]`` says where there is a value (elsewhere floats are NaN, integers -1).
-        ``drift/{site}/{metric}`` is ``[prompt, step, layer]`` for residual sites, ``[prompt, step]`` for
-        ``embed`` and ``final_norm``, ``[prompt, step, layer, head]`` for ``q``, ``k``, ``v``, ``z``;
-        ``drift/logits/{metric}`` is ``[prompt, step]``. ``local/…`` is laid out alike; ``floor/…`` and
-        ``local_floor/…`` have a leading ``seed`` axis. ``layers/{site} [layer]`` numbers a layer axis,
-        ``layers/local [layer]`` that of the local arrays. ``positions/{k|v}/rel_l2 [prompt, kept, layer,
-        kv_head, position]`` is kept at ``positions/steps``. ``fed [prompt, token]`` is the token both paths were
-        fed after each step, ``top1_a`` and ``top1_b [prompt, step]`` what each would have chosen.
+        Flat mapping from a name to an array, as `kvdrift.drift.layout.Views` describes it; ask for them by the
+        properties and `values`.
     token_texts
         The text of every token id that occurs.
     control
@@ -80,65 +66,12 @@ class Drift(Saved, Result):
     provenance: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
-    # --- what is in here
-
-    @property
-    def steps(self) -> np.ndarray:
-        """Numbers of the measured steps, int ``[step]``."""
-        return self.arrays["steps"]
-
-    @property
-    def measured(self) -> np.ndarray:
-        """Where there is a value, bool ``[prompt, step]``."""
-        return self.arrays["measured"]
-
-    @property
-    def counted(self) -> np.ndarray:
-        """The cells that statistics use: measured, at steps ≥ 1, bool ``[prompt, step]``."""
-        return self.measured & (self.steps >= 1)
-
-    @cached_property
-    def sites(self) -> tuple[str, ...]:
-        """Sites with drift, in the order of the forward pass."""
-        return tuple(s for s in (*RESIDUAL_SITES, *HEAD_SITES) if f"drift/{s}/rel_l2" in self.arrays)
-
-    def layers(self, site: str) -> np.ndarray:
-        """Layer numbers along the layer axis of ``site``, int ``[layer]``; empty for sites without one."""
-        return self.arrays.get(f"layers/{site}", np.empty(0, dtype=np.int64))
-
-    def values(self, site: str, metric: str = "rel_l2", of: str = "drift") -> np.ndarray:
-        """One array by site, metric and kind.
-
-        Parameters
-        ----------
-        site
-            A site of `sites`, or ``"logits"``.
-        metric
-            One of ``rel_l2, max_abs, max_ulp, cosine, identical`` at sites, or a logit metric.
-        of
-            ``"drift"``, ``"floor"``, ``"local"`` or ``"local_floor"``.
-
-        Raises
-        ------
-        SiteError
-            If this drift has no such array; the sentence lists what there is.
-        """
-        name = f"{of}/{site}/{metric}"
-        if name not in self.arrays:
-            have = ", ".join(sorted(key for key in self.arrays if key.startswith(f"{of}/"))) or "nothing"
-            raise SiteError(f"This drift has no {name!r}; under {of!r} it has {have}.")
-        return self.arrays[name]
-
-    def has(self, site: str, metric: str = "rel_l2", of: str = "drift") -> bool:
-        """Whether `values` would return an array."""
-        return f"{of}/{site}/{metric}" in self.arrays
-
     # --- statistics
 
     def per_prompt(self, site: str, metric: str = "rel_l2", of: str = "drift") -> np.ndarray:
         """Median over the counted steps (and seeds, for a floor), ``[prompt, layer]`` or ``[prompt]``."""
         values = self.values(site, metric, of)
-        if of in ("floor", "local_floor"):
+        if of in FLOORS:
             values = np.median(values, axis=0)
         return np.stack(
             [
@@ -157,6 +90,9 @@ class Drift(Saved, Result):
         """
         if self.values(site).ndim != 3:
             raise SiteError(f"Growth goes along the layers of a residual site such as 'resid_post'; {site!r} is none.")
+        return self._once(("growth", site, *sorted(options.items())), lambda: self._growth(site, options))
+
+    def _growth(self, site: str, options: Mapping[str, Any]) -> profile.Growth:
         floor = self.per_prompt(site, of="floor") if self.has(site, of="floor") else None
         return profile.growth(self.per_prompt(site), floor, self.layers(site), **options)
 
@@ -171,18 +107,19 @@ class Drift(Saved, Result):
         SiteError
             If local drift was not measured (``local=False``) or not at this site.
         """
+        return self._once(("onset", site, *sorted(options.items())), lambda: self._onset(site, options))
+
+    def _onset(self, site: str, options: Mapping[str, Any]) -> profile.Onset:
         names = [name for name in ("attn_out", "mlp_out") if name != site and self.has(name, of="local")]
         local = {
             name: np.where(self.counted[..., None], self.values(name, of="local"), np.nan) for name in [site, *names]
         }
-        floor = self.arrays.get(f"local_floor/{site}/rel_l2")
-        return profile.onset(local, floor, self.layers("local"), site=site, **options)
+        return profile.onset(local, self.floor(site, "local"), self.layers(site, "local"), site=site, **options)
 
     @property
     def first_flip(self) -> tuple[int | None, ...]:
         """The first measured step at which the paths' top-1 tokens differ, per prompt."""
-        flips = (self.arrays["top1_a"] != self.arrays["top1_b"]) & self.measured
-        return tuple(int(self.steps[row.argmax()]) if row.any() else None for row in flips)
+        return tuple(int(self.steps[row.argmax()]) if row.any() else None for row in self.flips)
 
     @property
     def free_steps(self) -> tuple[int, ...]:
@@ -193,9 +130,9 @@ class Drift(Saved, Result):
         """
         gapless = int((self.steps == np.arange(len(self.steps))).sum())
         lengths = []
-        for fed, own, measured in zip(self.arrays["fed"], self.arrays["top1_a"], self.measured, strict=True):
+        for fed, chosen, measured in zip(self.fed, self.top1("a"), self.measured, strict=True):
             n = min(gapless, int(measured.sum()))
-            left = np.flatnonzero(fed[:n] != own[:n])
+            left = np.flatnonzero(fed[:n] != chosen[:n])
             lengths.append(int(left[0]) + 1 if left.size else n)
         return tuple(lengths)
 

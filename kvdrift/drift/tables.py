@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
+from kvdrift.drift.metrics import SITE_METRICS
 from kvdrift.drift.result import Drift
-
-SITE_METRICS = ("rel_l2", "max_abs", "max_ulp", "cosine", "identical")
+from kvdrift.models.sites import HEAD_SITES
 
 
 def layers(drift: Drift) -> pd.DataFrame:
@@ -26,7 +26,7 @@ def layers(drift: Drift) -> pd.DataFrame:
     >>> table.groupby("layer").rel_l2.median().index.tolist()
     [0, 1, 2, 3]
     """
-    sites = [site for site in drift.sites if site not in ("q", "k", "v", "z")]
+    sites = [site for site in drift.sites if site not in HEAD_SITES]
     return _concat([_layer_rows(drift, site) for site in sites])
 
 
@@ -43,22 +43,16 @@ def logits(drift: Drift) -> pd.DataFrame:
     number = drift.steps[step]
     columns: dict[str, np.ndarray] = {"prompt": prompt, "step": number}
     for path in "ab":
-        if f"top1_{path}" in drift.arrays:
-            columns[f"top1_{path}"] = drift.arrays[f"top1_{path}"][cell]
-            columns[f"text_{path}"] = _texts(drift, columns[f"top1_{path}"])
-    if "fed" in drift.arrays:
-        fed = drift.arrays["fed"]
-        inside = number < fed.shape[1]
-        columns["fed"] = np.where(inside, fed[prompt, np.where(inside, number, 0)], -1)
-    prefix = "drift/logits/"
-    for name, values in drift.arrays.items():
-        if name.startswith(prefix):
-            columns[name.removeprefix(prefix)] = values[cell]
+        columns[f"top1_{path}"] = drift.top1(path)[cell]
+        columns[f"text_{path}"] = _texts(drift, columns[f"top1_{path}"])
+    inside = number < drift.fed.shape[1]
+    columns["fed"] = np.where(inside, drift.fed[prompt, np.where(inside, number, 0)], -1)
+    columns |= {metric: drift.values(site, metric)[cell] for site, metric in drift.pairs() if site == "logits"}
     for metric in ("kl", "logit_l2"):
-        if drift.has("logits", metric, "floor"):
-            columns[f"{metric}_floor_median"] = _median(drift.values("logits", metric, "floor"))[cell]
-    if drift.has("logits", "flip", "floor"):
-        columns["flip_floor_share"] = drift.values("logits", "flip", "floor").mean(axis=0)[cell]
+        if (floor := drift.floor("logits", metric=metric)) is not None:
+            columns[f"{metric}_floor_median"] = _median(floor)[cell]
+    if (floor := drift.floor("logits", metric="flip")) is not None:
+        columns["flip_floor_share"] = floor.mean(axis=0)[cell]
     return pd.DataFrame(columns)
 
 
@@ -69,7 +63,7 @@ def heads(drift: Drift) -> pd.DataFrame:
     ``self_a`` and ``self_b``, where they were asked for: how far a path's own K/V
     moved since the step before.
     """
-    sites = [site for site in drift.sites if site in ("q", "k", "v", "z")]
+    sites = [site for site in drift.sites if site in HEAD_SITES]
     return _concat([_head_rows(drift, site) for site in sites])
 
 
@@ -116,7 +110,7 @@ def _layer_columns(drift: Drift, numbers: np.ndarray) -> dict[str, object]:
 
 def local_on_layers(drift: Drift, site: str, values: np.ndarray) -> np.ndarray:
     """Local drift ``[..., local layer]`` on the site's layers ``[..., layer]``; NaN where it was not measured."""
-    layers, measured = drift.layers(site), drift.arrays.get("layers/local", drift.layers(site))
+    layers, measured = drift.layers(site), drift.layers(site, "local")
     if np.array_equal(layers, measured):
         return values
     full = np.full((*values.shape[:-1], len(layers)), np.nan)
@@ -136,13 +130,12 @@ def _layer_rows(drift: Drift, site: str) -> pd.DataFrame:
         layer = _layer_columns(drift, drift.layers(site)[cell[2]])
     columns: dict[str, object] = {"prompt": cell[0], "step": drift.steps[cell[1]], "site": site, **layer}
     columns |= _metrics(drift, site, cell)
-    if drift.has(site, of="floor"):
-        columns["floor_median"] = _median(drift.values(site, of="floor"))[cell]
+    if (floor := drift.floor(site)) is not None:
+        columns["floor_median"] = _median(floor)[cell]
     if drift.has(site, of="local"):
         columns["local"] = local_on_layers(drift, site, drift.values(site, of="local"))[cell]
-    if drift.has(site, of="local_floor"):
-        floor = _median(drift.values(site, of="local_floor"))
-        columns["local_floor_median"] = local_on_layers(drift, site, floor)[cell]
+    if (floor := drift.floor(site, "local")) is not None:
+        columns["local_floor_median"] = local_on_layers(drift, site, _median(floor))[cell]
     return pd.DataFrame(columns)
 
 
@@ -168,11 +161,9 @@ def _head_rows(drift: Drift, site: str) -> pd.DataFrame:
 
 
 def _position_rows(drift: Drift, site: str) -> pd.DataFrame:
-    name = f"positions/{site}/rel_l2"
-    if name not in drift.arrays:
+    if not drift.has(site, of="positions"):
         return pd.DataFrame()
-    values = drift.arrays[name]
-    kept = drift.arrays["positions/steps"]
+    values, kept = drift.values(site, of="positions"), drift.position_steps
     measured = drift.measured[:, np.searchsorted(drift.steps, kept)]
     lengths = np.array([len(prompt.ids) for prompt in drift.prompts])[:, None] + kept
     exists = measured[..., None] & (np.arange(values.shape[-1]) < lengths[..., None])
@@ -181,6 +172,5 @@ def _position_rows(drift: Drift, site: str) -> pd.DataFrame:
     columns |= _layer_columns(drift, drift.layers(site)[cell[2]])
     columns |= {"head": cell[3], "position": cell[4], "rel_l2": values[cell]}
     where = (cell[0], cell[1], cell[2], cell[4])
-    for path in ("visible_a", "visible_b"):
-        columns[path] = drift.arrays[f"positions/{path}"][where]
+    columns |= {f"visible_{path}": drift.visible(path)[where] for path in "ab"}
     return pd.DataFrame(columns)

@@ -114,7 +114,7 @@ def course(drift: Drift, of: str) -> Course:
     """Reduce one kind of drift (`KINDS`) to its course through the layers."""
     layers = drift.layers(SITE)
     values = drift.values(SITE, of=of)
-    floors = drift.arrays.get(f"floor/{SITE}/rel_l2" if of == "drift" else f"local_floor/{SITE}/rel_l2")
+    floors = drift.floor(SITE, of)
     if of == "local":
         values = local_on_layers(drift, SITE, values)
         floors = None if floors is None else local_on_layers(drift, SITE, floors)
@@ -187,11 +187,14 @@ def layer_changes(copy: Course, original: Course) -> tuple[list[Change], Floats]
 
 def same_numbers(one: Drift, two: Drift) -> bool:
     """Whether two drifts hold the same numbers, bit for bit: accumulated, local, and at the logits."""
-    names = {name for d in (one, two) for name in d.arrays if name.startswith(("drift/", "local/"))}
     return all(
-        name in one.arrays and name in two.arrays and np.array_equal(one.arrays[name], two.arrays[name], equal_nan=True)
-        for name in names
-        if one.arrays[name].dtype.kind == "f"
+        set(one.pairs(of)) == set(two.pairs(of))
+        and all(
+            np.array_equal(one.values(*pair, of), two.values(*pair, of), equal_nan=True)
+            for pair in one.pairs(of)
+            if one.values(*pair, of).dtype.kind == "f"
+        )
+        for of in KINDS
     )
 
 

@@ -170,7 +170,7 @@ def paper_architecture(
         )  # fmt: skip
 
     original = run("original", source.around(cast_copy(source.hf, source.dtype)))
-    tokens = [row[:n].tolist() for row, n in zip(original.arrays["fed"], original.arrays["n_steps"], strict=True)]
+    tokens = [row[:n].tolist() for row, n in zip(original.fed, original.n_steps, strict=True)]
     drifts: dict[str, Drift] = {}
     for name, make in makers.items():
         try:

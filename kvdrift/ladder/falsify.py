@@ -111,7 +111,7 @@ def falsify(
         if not drift.counted.any():
             wanted = []  # the text ended at once: no arm has a step to measure
         n_steps = drift.measured.sum(axis=1)
-        setup.forced = [row[:n].tolist() for row, n in zip(drift.arrays["fed"], n_steps, strict=True)]
+        setup.forced = [row[:n].tolist() for row, n in zip(drift.fed, n_steps, strict=True)]
         setup.longest = max(len(ids) + len(fed) for ids, fed in zip(encoded, setup.forced, strict=True))
         results[base.name] = (setup.rung(base), drift)
         bar.update()
@@ -224,7 +224,7 @@ def _ladder(model: Model, base: Arm, results: dict[str, tuple[Rung, Drift | None
     arrays: dict[str, np.ndarray] = {
         metric: np.stack([_values(*results[name], metric, drift.measured) for name in names]) for metric in METRICS
     }
-    arrays["fed"], arrays["n_steps"] = drift.arrays["fed"], drift.measured.sum(axis=1)
+    arrays["fed"], arrays["n_steps"] = drift.fed, drift.measured.sum(axis=1)
     found = provenance.collect(model)
     settings = {"seed": seed, "weights": model.fingerprint, "arms": names}
     return Ladder(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from kvdrift.drift import findings, peaks
-from kvdrift.drift.result import LOGIT_METRICS, Drift
+from kvdrift.drift.metrics import LOGIT_METRICS
+from kvdrift.drift.result import Drift
 from kvdrift.report import parts
 from kvdrift.report.figures import drift_figures
 from kvdrift.report.parts import Column, Group, Section, Table, Tile
@@ -237,7 +238,7 @@ def _by_layer(drift: Drift, site: str, of: str) -> dict[int, float] | None:
     medians = findings.over_prompts(drift, site, of)
     if medians is None:
         return None
-    axis = drift.arrays.get("layers/local", drift.layers(site)) if of.startswith("local") else drift.layers(site)
+    axis = drift.layers(site, of)
     return {int(layer): float(value) for layer, value in zip(axis, medians, strict=True)}
 
 

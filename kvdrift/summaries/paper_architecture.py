@@ -135,7 +135,7 @@ def _layer_words(changes: list[Change], adjusted: np.ndarray, layers: np.ndarray
 
 def _windows(original: Drift, copy: Drift) -> str:
     sizes = [layer.window for layer in original.architecture.layers if layer.window is not None]
-    reach = max(len(p.ids) + int(n) for p, n in zip(original.prompts, original.arrays["n_steps"], strict=True))
+    reach = max(len(p.ids) + int(n) for p, n in zip(original.prompts, original.n_steps, strict=True))
     texts = f"texts of up to {reach} positions, window {min(sizes)}"
     if same_numbers(original, copy):
         return (

@@ -10,7 +10,8 @@ import numpy as np
 import plotly.graph_objects as go
 
 from kvdrift.drift import findings
-from kvdrift.drift.result import RESIDUAL_SITES, Drift
+from kvdrift.drift.layout import RESIDUAL_SITES
+from kvdrift.drift.result import Drift
 from kvdrift.errors import SiteError
 from kvdrift.statistics.resampling import bootstrap_interval
 from kvdrift.views.scale import log_ticks

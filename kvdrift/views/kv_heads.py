@@ -8,9 +8,10 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from kvdrift.drift.result import HEAD_SITES, Drift
+from kvdrift.drift.result import Drift
 from kvdrift.drift.tables import head_exists
 from kvdrift.errors import SiteError
+from kvdrift.models.sites import HEAD_SITES
 from kvdrift.views import takeaway
 from kvdrift.views.choices import budget, check_prompt, prompt_menu, slider, stride_note, whole_numbers
 from kvdrift.views.scale import Scale

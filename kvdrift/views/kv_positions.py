@@ -34,7 +34,7 @@ def kv_positions(drift: Drift, *, prompt: int = 0, head: int | None = None, dark
         The prompt shown first; a dropdown offers the others (up to 12 prompts of moderate size).
     head
         One KV head; by default the largest value among the KV heads is shown. Values are
-        ``drift.arrays["positions/k/rel_l2"][prompt, kept, layer, head, position]``.
+        ``drift.values("k", of="positions")[prompt, kept, layer, head, position]``.
     dark
         Use the dark template.
 
@@ -52,17 +52,17 @@ def kv_positions(drift: Drift, *, prompt: int = 0, head: int | None = None, dark
     >>> drift = kd.compare(model, [1, 2, 3], sites=["resid_post", "k", "v"], max_new_tokens=4, progress=False)
     >>> fig = kd.views.kv_positions(drift)
     """
-    if not all(f"positions/{site}/rel_l2" in drift.arrays for site in SITES):
+    if not all(drift.has(site, of="positions") for site in SITES):
         raise SiteError(
             "kv_positions needs the drift of K and V by position, which was not kept: "
             "run compare(..., sites=[..., 'k', 'v'])."
         )
     check_prompt(drift, prompt)
-    n_heads = drift.arrays["positions/k/rel_l2"].shape[3]
+    n_heads = drift.values("k", of="positions").shape[3]
     if head is not None and not 0 <= head < n_heads:
         raise InputError(f"head={head} is out of range: this drift has {n_heads} KV heads, counted from 0.")
 
-    kept = drift.arrays["positions/steps"]
+    kept = drift.position_steps
     per_position = len(SITES) * len(kept) * len(drift.layers("k"))
     prompts, stride = budget(drift, prompt, per_position * _length(drift, None))
     panels = {(p, site, row): _panel(drift, p, site, row, head, stride)
@@ -110,16 +110,16 @@ def kv_positions(drift: Drift, *, prompt: int = 0, head: int | None = None, dark
 def _length(drift: Drift, prompt: int | None) -> int:
     """How many positions exist at the last kept step, of one prompt or of the longest."""
     prompts = drift.prompts if prompt is None else [drift.prompts[prompt]]
-    last = int(drift.arrays["positions/steps"].max(initial=0))
-    width = drift.arrays["positions/k/rel_l2"].shape[4]
+    last = int(drift.position_steps.max(initial=0))
+    width = drift.values("k", of="positions").shape[4]
     return min(width, max(len(p.ids) for p in prompts) + last)
 
 
 def _panel(drift: Drift, prompt: int, site: str, row: int, head: int | None, stride: int) -> dict[str, Any]:
     """Values and masks ``[layer, position]`` of one panel at one kept step."""
-    step = int(drift.arrays["positions/steps"][row])
+    step = int(drift.position_steps[row])
     length = _length(drift, prompt)
-    values = drift.arrays[f"positions/{site}/rel_l2"][prompt, row, :, :, :length]
+    values = drift.values(site, of="positions")[prompt, row, :, :, :length]
     if head is None:
         values = np.where(np.isnan(values).all(axis=1), np.nan, np.nanmax(np.nan_to_num(values, nan=-1), axis=1))
     else:
@@ -127,7 +127,7 @@ def _panel(drift: Drift, prompt: int, site: str, row: int, head: int | None, str
     measured = drift.measured[prompt, np.searchsorted(drift.steps, step)]
     position = np.arange(0, length, stride)
     current = len(drift.prompts[prompt].ids) + step - 1
-    a, b = (drift.arrays[f"positions/visible_{p}"][prompt, row, :, position].T for p in "ab")
+    a, b = (drift.visible(p)[prompt, row, :, position].T for p in "ab")
     exists = np.broadcast_to(measured & (position <= current), a.shape)
     inside = _inside(drift, drift.layers(site), position, current)
     one = exists & inside & (a ^ b)
@@ -217,7 +217,7 @@ def _fixed(drift: Drift, prompt: int, site: str, kind: str, stride: int) -> dict
 def _hover_text(drift: Drift, prompt: int, site: str, stride: int) -> list[list[str]]:
     """``[layer][position]``: kind of layer and the token that stands there."""
     length = _length(drift, prompt)
-    ids = [*drift.prompts[prompt].ids, *(int(t) for t in drift.arrays["fed"][prompt])][:length]
+    ids = [*drift.prompts[prompt].ids, *(int(t) for t in drift.fed[prompt])][:length]
     ids += [-1] * (length - len(ids))
     tokens = [token_label(drift.token_texts.get(t, "")) if t >= 0 else "" for t in ids][::stride]
     return cell_texts(drift, drift.layers(site), [f"“{token}”" for token in tokens])

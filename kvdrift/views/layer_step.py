@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from kvdrift.drift.result import RESIDUAL_SITES, SITE_METRICS, Drift
+from kvdrift.drift.layout import RESIDUAL_SITES
+from kvdrift.drift.metrics import SITE_METRICS
+from kvdrift.drift.result import Drift
 from kvdrift.drift.tables import local_on_layers
 from kvdrift.errors import InputError, SiteError
 from kvdrift.views import takeaway

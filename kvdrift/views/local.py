@@ -36,8 +36,8 @@ def local(drift: Drift, site: str) -> Local | None:
         return None
     values = local_on_layers(drift, site, drift.values(site, of="local"))
     floor = np.full(values.shape, np.nan)
-    if drift.has(site, of="local_floor"):
-        floor = local_on_layers(drift, site, np.mean(drift.values(site, of="local_floor"), axis=0))
+    if (seeds := drift.floor(site, "local")) is not None:
+        floor = local_on_layers(drift, site, np.mean(seeds, axis=0))
     return Local(
         mean=_mean(drift, values),
         share=_mean(drift, np.where(np.isnan(values), np.nan, values > 0)),

@@ -109,7 +109,7 @@ def _kl_trace(drift: Drift, axis: LogAxis, name: str, colour: str, x: int) -> go
     """One dot per counted step, spread sideways by its order so that dots do not hide each other."""
     prompt, row = np.nonzero(drift.counted) if drift.has("logits", "kl") else (np.empty(0, int),) * 2
     values = _kl(drift)
-    flip = (drift.arrays["top1_a"] != drift.arrays["top1_b"])[prompt, row]
+    flip = drift.flips[prompt, row]
     spread = ((np.arange(len(values)) * 0.618034) % 1 - 0.5) * 0.6
     texts = [
         f"{escape(prompt_label(drift, int(p)))}<br>step {drift.steps[r]}{', a flip' if f else ''}"

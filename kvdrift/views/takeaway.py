@@ -45,7 +45,7 @@ def _start(drift: Drift, site: str, layers: np.ndarray, median: np.ndarray) -> s
     The source can lie below the first layer that differs at the site shown: then both are said.
     """
     if drift.has("resid_post", of="local"):
-        onset = drift.onset("resid_post", n_boot=1)
+        onset = drift.onset("resid_post")
         source, shown = onset.source_layer, findings.shows_from(drift, site)
         most = "" if source is None else _most(drift, source)
         if source is not None and shown is not None and shown > source:
@@ -92,14 +92,14 @@ def heads(drift: Drift, sites: Sequence[str], prompt: int) -> str:
 
 def positions(drift: Drift, prompt: int) -> str:
     """Prompt positions against generated ones, at the last kept step of this prompt."""
-    kept = drift.arrays["positions/steps"]
+    kept = drift.position_steps
     rows = [r for r, step in enumerate(kept) if drift.measured[prompt, np.searchsorted(drift.steps, step)]]
     if not rows:
         return f"No kept step of prompt {prompt} was measured"
     row, split = rows[-1], len(drift.prompts[prompt].ids)
-    both = drift.arrays["positions/visible_a"][prompt, row] & drift.arrays["positions/visible_b"][prompt, row]
+    both = drift.visible("a")[prompt, row] & drift.visible("b")[prompt, row]
     values = np.concatenate(
-        [drift.arrays[f"positions/{s}/rel_l2"][prompt, row].swapaxes(0, 1) for s in ("k", "v")], axis=0
+        [drift.values(s, of="positions")[prompt, row].swapaxes(0, 1) for s in ("k", "v")], axis=0
     )  # [head, layer, position]
     seen = np.where(both, values, np.nan)
     old, new = (part[~np.isnan(part)] for part in (seen[..., :split], seen[..., split:]))
@@ -131,7 +131,7 @@ def tokens(drift: Drift, prompt: int) -> str:
     """How often the paths choose the same token, and where free runs part."""
     measured = drift.measured[prompt]
     n = int(measured.sum())
-    same = int((drift.arrays["top1_a"][prompt] == drift.arrays["top1_b"][prompt])[measured].sum())
+    same = int((~drift.flips[prompt])[measured].sum())
     if n == 0:
         return f"No step of prompt {prompt} was measured"
     if same == n:

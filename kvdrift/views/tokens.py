@@ -114,7 +114,7 @@ def _grid_traces(drift: Drift, prompt: int, rows: np.ndarray, width: int) -> lis
     """Cells, their words, ties, and the mark where free runs part, for the measured rows given."""
     place = np.arange(len(rows))
     x, line = place % width, place // width
-    tops = [drift.arrays[f"top1_{path}"][prompt, rows] for path in "ab"]
+    tops = [drift.top1(path)[prompt, rows] for path in "ab"]
     flip = tops[0] != tops[1]
     hover = _hover(drift, prompt, rows)
     lines = int(line.max(initial=0)) + 1
@@ -187,7 +187,7 @@ def _margin_traces(drift: Drift, prompt: int, rows: np.ndarray, axis: LogAxis) -
     """Margins of both paths by step, and a line at every flip."""
     steps = drift.steps[rows]
     hover = _hover(drift, prompt, rows)
-    flip = drift.arrays["top1_a"][prompt, rows] != drift.arrays["top1_b"][prompt, rows]
+    flip = drift.flips[prompt, rows]
     low, high = (10**end for end in axis.settings()["range"])
     at = steps[flip]
     traces = [

@@ -128,7 +128,7 @@ def prompt_label(result: Prompted, prompt: int, limit: int = 34) -> str:
 
 def step_texts(drift: Drift, prompt: int) -> list[str]:
     """Per measured step, what the model reads and what each path would write next, escaped, ``[step]``."""
-    fed, top = drift.arrays["fed"][prompt], (drift.arrays["top1_a"][prompt], drift.arrays["top1_b"][prompt])
+    fed, top = drift.fed[prompt], [drift.top1(path)[prompt] for path in "ab"]
     ids = drift.prompts[prompt].ids
 
     def text(token: int) -> str:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import kvdrift as kd
+from kvdrift.drift import profile
 from kvdrift.drift.result import Drift
 from kvdrift.errors import FileError, InputError, SiteError
 
@@ -64,20 +65,6 @@ def test_a_trace_is_no_drift(tiny_model, tmp_path):
         Drift.load(path)
 
 
-def test_values_and_their_layers(drift):
-    assert drift.values("resid_post").shape == (2, 4, 4)
-    assert drift.values("resid_post", of="floor").shape == (2, 2, 4, 4)
-    assert drift.values("embed").shape == (2, 4)
-    assert drift.layers("resid_post").tolist() == [0, 1, 2, 3]
-    assert drift.layers("embed").size == 0
-    assert drift.has("logits", "kl")
-    assert not drift.has("resid_post", "kl")
-    with pytest.raises(SiteError, match="drift/k/nonsense"):
-        drift.values("k", "nonsense")
-    with pytest.raises(SiteError, match="has nothing"):
-        drift.values("k", of="nonsense")
-
-
 def test_statistics_leave_out_step_0_and_what_was_not_measured(drift):
     values = drift.values("resid_post")
     assert drift.counted.tolist() == [[False, True, True, True], [False, True, False, False]]
@@ -89,6 +76,24 @@ def test_statistics_leave_out_step_0_and_what_was_not_measured(drift):
     )
     spoilt = drift.arrays | {"drift/resid_post/rel_l2": np.where(drift.counted[..., None], values, 1e9)}
     np.testing.assert_array_equal(replace(drift, arrays=spoilt).per_prompt("resid_post"), expected)
+
+
+def test_growth_and_onset_are_worked_out_once_for_each_site_and_option(drift, monkeypatch):
+    again, calls = replace(drift), []
+
+    def counted(make):
+        return lambda *arguments, **options: (calls.append(make.__name__), make(*arguments, **options))[1]
+
+    for make in (profile.growth, profile.onset):
+        monkeypatch.setattr(profile, make.__name__, counted(make))
+    for _ in range(2):
+        for name in ("growth", "onset"):
+            ask = getattr(again, name)
+            assert ask() is ask("resid_post") is not ask("attn_out")
+            assert ask(seed=1) is ask(seed=1) is not ask()
+    assert sorted(calls) == ["growth"] * 3 + ["onset"] * 3
+    kd.views.growth(again)
+    assert sorted(calls) == ["growth"] * 6 + ["onset"] * 3, "of the five sites shown, three are new; the onset is one"
 
 
 def with_tops(drift, a, b, fed, measured=None):

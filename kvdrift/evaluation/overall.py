@@ -13,14 +13,14 @@ import numpy as np
 
 from kvdrift.errors import InputError
 from kvdrift.evaluation.conditions import Overall
-from kvdrift.evaluation.result import Evaluation
+from kvdrift.evaluation.records import Recorded
 from kvdrift.evaluation.tabulate import accuracy_differences
 from kvdrift.statistics.detectable import enough_to_tell
 from kvdrift.statistics.null import null_share
 from kvdrift.statistics.paired import sign_flip
 
 
-def overall(evaluations: Sequence[Evaluation]) -> Overall:
+def overall(evaluations: Sequence[Recorded]) -> Overall:
     """Put several evaluations of the same items together.
 
     Raises
@@ -62,7 +62,7 @@ def overall(evaluations: Sequence[Evaluation]) -> Overall:
     )
 
 
-def _prompts(evaluation: Evaluation, items: list[str]) -> tuple[str, ...]:
+def _prompts(evaluation: Recorded, items: list[str]) -> tuple[str, ...]:
     """The text of each prompt, which models share; the hash of its ids where it was given as ids."""
     records = [evaluation.records[row] for row in evaluation.rows(items)]
     return tuple(record.prompt_hash if record.prompt is None else record.prompt for record in records)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
+
+from kvdrift.models.labels import PathInfo
+from kvdrift.statistics.paired import Difference
 
 STOPS = ("eos", "stop string", "length", "diverged")
 """Why a text ended: the model's end token, one of the task's stop strings, ``max_new_tokens``, or (with
@@ -125,3 +129,42 @@ class ItemRecord:
     reference: str | None
     gold: Gold | None
     trials: tuple[Trial, ...]
+
+
+class Recorded(Protocol):
+    """What an `Evaluation` has that its conditions are computed from."""
+
+    @property
+    def a(self) -> PathInfo:
+        """How path a was executed."""
+
+    @property
+    def strategies(self) -> tuple[str, ...]:
+        """Names, in order."""
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """Of the sampling."""
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Where texts were cut off."""
+
+    @property
+    def replicates(self) -> int:
+        """Re-rolls of path a per item."""
+
+    @property
+    def records(self) -> tuple[ItemRecord, ...]:
+        """One per item."""
+
+    @property
+    def gold(self) -> Difference | None:
+        """Mean log-probability of the gold texts, a − b (nats)."""
+
+    @property
+    def gold_null(self) -> tuple[float, ...]:
+        """The same of path a − its re-roll, ``[replicate]``."""
+
+    def rows(self, items: list[str]) -> list[int]:
+        """Where items stand in ``records``."""

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from types import ModuleType
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvdrift.errors import InputError
 from kvdrift.evaluation.conditions import Condition, Difference, Overall
+from kvdrift.evaluation.overall import overall
 from kvdrift.evaluation.records import Answer, Compared, ItemRecord
+from kvdrift.evaluation.tabulate import conditions
 from kvdrift.files import write_atomically
 from kvdrift.models.architecture import Architecture
 from kvdrift.models.labels import PathInfo
@@ -89,7 +88,7 @@ class Evaluation(Saved, Result):
     @cached_property
     def conditions(self) -> tuple[Condition, ...]:
         """One per strategy: both paths, paired, with the null beside them."""
-        return _numbers("tabulate").conditions(self)
+        return conditions(self)
 
     @cached_property
     def gold(self) -> Difference | None:
@@ -118,7 +117,7 @@ class Evaluation(Saved, Result):
         InputError
             If the evaluations do not share their items.
         """
-        return _numbers("overall").overall([self, *others])
+        return overall([self, *others])
 
     # --- items
 
@@ -171,14 +170,6 @@ class Evaluation(Saved, Result):
     @classmethod
     def _from_tensors(cls, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) -> dict[str, Any]:
         return {"records": from_plain(tuple[ItemRecord, ...], json.loads(tensors["records"].numpy().tobytes()))}
-
-
-def _numbers(module: str) -> ModuleType:
-    """A module that computes statistics: it needs scipy and statsmodels, which reading a result does not."""
-    try:
-        return importlib.import_module(f"kvdrift.evaluation.{module}")
-    except ImportError as error:
-        raise InputError(f"The statistics of an evaluation need {error.name}: pip install 'kvdrift[eval]'.") from error
 
 
 def _condition_rows(evaluation: Evaluation) -> list[dict[str, Any]]:

@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvdrift.evaluation.conditions import Condition, NullNumbers
-from kvdrift.evaluation.records import Answer, Compared, Trial
-from kvdrift.evaluation.result import Evaluation
+from kvdrift.evaluation.records import Answer, Compared, Recorded, Trial
 from kvdrift.evaluation.task import INVALID
 from kvdrift.statistics.detectable import detectable_difference, enough_to_tell
 from kvdrift.statistics.items import item_differences
@@ -23,14 +22,14 @@ from kvdrift.statistics.survival import cumulative_incidence
 Grid = NDArray[np.float64]
 
 
-def conditions(evaluation: Evaluation) -> tuple[Condition, ...]:
+def conditions(evaluation: Recorded) -> tuple[Condition, ...]:
     """One condition per strategy, with Holm's correction over them."""
     found = [_Strategy(evaluation, strategy) for strategy in evaluation.strategies]
     adjusted = holm([each.p for each in found]).tolist()
     return tuple(each.condition(p) for each, p in zip(found, adjusted, strict=True))
 
 
-def accuracy_differences(evaluation: Evaluation, replicate: int | None = None) -> dict[str, Grid]:
+def accuracy_differences(evaluation: Recorded, replicate: int | None = None) -> dict[str, Grid]:
     """Strategy → path a's right answers minus path b's (or a re-roll's), ``[item, seed]``."""
     grids = {}
     for strategy in evaluation.strategies:
@@ -63,7 +62,7 @@ def _divergence(answer: Answer) -> float:
 class _Strategy:
     """The trials of one strategy, ``[item][seed]``, of a, b and every re-roll."""
 
-    def __init__(self, evaluation: Evaluation, strategy: str) -> None:
+    def __init__(self, evaluation: Recorded, strategy: str) -> None:
         self.evaluation, self.strategy = evaluation, strategy
         trials: list[list[Trial]] = [
             [trial for trial in record.trials if trial.strategy == strategy] for record in evaluation.records

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 
+from kvdrift.backends.backend import Attend, AttentionFunction, Backend
 from kvdrift.backends.manner import MANNERS, Manner
 from kvdrift.backends.own_cache import own_cache, takes_dynamic_cache
 from kvdrift.backends.rotary import forget, remembering
@@ -20,7 +21,7 @@ from kvdrift.backends.signature import CACHE_ARGUMENTS, beneath, execution_devic
 from kvdrift.errors import ModelError
 
 
-class HFBackend:
+class HFBackend(Backend):
     """Drives one `transformers` causal LM and nothing else about it.
 
     By default every pass asks for the logits of the last position only (as `generate` does: the LM head at another
@@ -96,27 +97,7 @@ class HFBackend:
         left_padding: int = 0,
         call: str = "explicit",
     ) -> Float[Tensor, vocab]:
-        """One forward pass over ``ids``, which sit at absolute positions ``start, start + 1, …``.
-
-        Parameters
-        ----------
-        ids
-            Token ids, ``[1, new]``.
-        start
-            Absolute position of the first of them.
-        cache
-            The cache to read and to extend, or None to run without one.
-        left_padding
-            How many tokens of padding stand before position 0, at ``-left_padding … -1``; the attention mask hides
-            them.
-        call
-            The manner of calling the model: a name in `kvdrift.backends.manner.MANNERS`.
-
-        Returns
-        -------
-        Tensor
-            Logits of the last position, ``[vocab]``, in the model's own dtype.
-        """
+        """One forward pass; see `Backend.forward`."""
         for rotary in self._remembering:
             forget(rotary)
         output = self.call(self.arguments(ids, start, cache, left_padding, call))
@@ -135,7 +116,7 @@ class HFBackend:
         left_padding: int = 0,
         call: str = "explicit",
     ) -> dict[str, Any]:
-        """The keyword arguments of one forward pass; see `forward`."""
+        """The keyword arguments of one forward pass; see `Backend.forward`."""
         manner = self.manner(call)
         arguments: dict[str, Any] = {"input_ids": ids, "use_cache": cache is not None}
         if cache is not None:
@@ -190,6 +171,10 @@ class HFBackend:
         """The backend that runs the model with nothing of kvdrift's: this one."""
         return self
 
+    def plain_name(self, name: str) -> str:
+        """The name that transformers has for a module or weight: its own."""
+        return name
+
     def hook_points(
         self, blocks: tuple[nn.Module, ...], final_norm: nn.Module | None
     ) -> dict[tuple[str, int], nn.Module]:
@@ -199,6 +184,19 @@ class HFBackend:
     def notes(self) -> tuple[str, ...]:
         """Sentences on what this backend computes otherwise than the model that it wraps: none."""
         return ()
+
+    def refuse_rewriting(self, name: str) -> None:
+        """Nothing is refused: all parts are transformers' own."""
+
+    @staticmethod
+    def attention_of(module: nn.Module) -> AttentionFunction | None:
+        """None: a transformers model calls what the attention table holds."""
+        return None
+
+    @staticmethod
+    def rerouted(model: nn.Module, attend: Attend) -> AbstractContextManager[None]:
+        """Nothing goes beside the table."""
+        return nullcontext()
 
     @contextmanager
     def attention(self, name: str | None) -> Iterator[None]:

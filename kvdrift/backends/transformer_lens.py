@@ -1,9 +1,9 @@
-"""How a TransformerLens bridge is driven, and how its attention is handed to others.
+"""How a TransformerLens bridge is driven.
 
 A bridge replaces the parts of a transformers model by its own components, in place: the model object stays, its
 blocks become `BlockBridge`, and its attention is computed by the bridge. So kvdrift drives that model as it drives any
 other, reads residual sites at the bridge's hook points, and needs two things more: what the attention function is
-given and returns (`rerouted`), and a cache that the attention fills (`repaired`).
+given and returns (`kvdrift.backends.bridge_attention`), and a cache that the attention fills (`repaired`).
 
 transformer_lens is never imported before an object of its own is at hand.
 """
@@ -11,22 +11,26 @@ transformer_lens is never imported before an object of its own is at hand.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from importlib import metadata
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache
 
+from kvdrift.backends.backend import Attend, AttentionFunction
+from kvdrift.backends.bridge_attention import (
+    attention_components,
+    attentions,
+    eager_attention,
+    is_component,
+    is_understood,
+    override,
+    rerouted,
+)
 from kvdrift.backends.hf import HFBackend
 from kvdrift.errors import InputError, ModelError
-
-Output = tuple[Tensor, Tensor | None]
-"""``[batch, query, head, feature]`` and the pattern, as an attention function of transformers returns them."""
-Attend = Callable[[nn.Module, Tensor, Tensor, Tensor, Tensor | None, dict[str, Any], Callable[..., Output]], Output]
-"""``(module, query, key, value, mask, kwargs, native)`` → output."""
 
 _PROBE_TOKENS = 3
 _BLOCK_POINTS = {
@@ -37,31 +41,6 @@ _BLOCK_POINTS = {
     "resid_post": "hook_resid_post",
 }
 _FLAGS = ("use_split_qkv_input", "use_attn_in", "use_attn_result")
-
-
-def is_bridge(x: Any) -> bool:
-    """Whether ``x`` is an object of TransformerLens; the library is not imported to find out."""
-    return any(cls.__module__.partition(".")[0] == "transformer_lens" for cls in type(x).__mro__)
-
-
-def is_bridged(module: nn.Module) -> bool:
-    """Whether parts of a module have been replaced by a bridge."""
-    return any(_is_component(part) for part in module.modules())
-
-
-def _is_component(part: nn.Module) -> bool:
-    return "_original_component" in part._modules and is_bridge(part)
-
-
-def plain_name(name: str) -> str:
-    """The name that transformers has for a module or weight of a bridged model.
-
-    Examples
-    --------
-    >>> plain_name("model.layers.0._original_component.self_attn")
-    'model.layers.0.self_attn'
-    """
-    return name.replace("._original_component", "")
 
 
 class BridgeBackend(HFBackend):
@@ -131,17 +110,30 @@ class BridgeBackend(HFBackend):
             )
         yield
 
+    def refuse_rewriting(self, name: str) -> None:
+        """Refuse: the bridge's parts are its own.
+
+        Raises
+        ------
+        ModelError
+            Always.
+        """
+        raise ModelError(
+            f"{name} is a TransformerLens bridge, whose parts cannot be rewritten; give the Hugging Face model "
+            "itself, loaded a second time."
+        )
+
     @contextmanager
     def unwrapped(self) -> Iterator[Callable[[nn.Module], nn.Module]]:
         """The model's tree as transformers built it; yields what stands in for each of its modules."""
         standing_in: dict[int, nn.Module] = {}
         changed: list[tuple[nn.Module, str, nn.Module]] = []
         for parent in list(self.module.modules()):
-            if _is_component(parent):
+            if is_component(parent):
                 standing_in[id(parent._modules["_original_component"])] = parent
                 continue
             for name, child in parent._modules.items():
-                if child is not None and _is_component(child):
+                if child is not None and is_component(child):
                     changed.append((parent, name, child))
         for parent, name, child in changed:
             parent._modules[name] = child._modules["_original_component"]
@@ -150,6 +142,10 @@ class BridgeBackend(HFBackend):
         finally:
             for parent, name, child in changed:
                 parent._modules[name] = child
+
+    def plain_name(self, name: str) -> str:
+        """The name that transformers has for a module or weight: without the components of the bridge."""
+        return name.replace("._original_component", "")
 
     def hook_points(
         self, blocks: tuple[nn.Module, ...], final_norm: nn.Module | None
@@ -178,6 +174,16 @@ class BridgeBackend(HFBackend):
             )
         return tuple(said)
 
+    @staticmethod
+    def attention_of(module: nn.Module) -> AttentionFunction | None:
+        """The bridge's own eager attention, for a component whose computation can be handed to others."""
+        return eager_attention if is_understood(module) else None
+
+    @staticmethod
+    def rerouted(model: nn.Module, attend: Attend) -> AbstractContextManager[None]:
+        """Hand every attention computation of the bridge to ``attend`` for a while."""
+        return rerouted(model, attend)
+
     @torch.no_grad()
     def layers_without_cache(self) -> list[int]:
         """The layers whose cache is still empty after a pass that should have filled it."""
@@ -186,7 +192,7 @@ class BridgeBackend(HFBackend):
         cache = self.new_cache()
         ids = torch.zeros((1, _PROBE_TOKENS), dtype=torch.long, device=self.input_device)
         self.forward(ids, 0, cache)
-        layers = {module._layer_idx for module in _attention_components(self.module)} - {None}
+        layers = {module._layer_idx for module in attention_components(self.module)} - {None}
         return [x for x in sorted(layers) if x < len(cache.layers) and not int(cache.layers[x].get_seq_length())]
 
 
@@ -261,8 +267,8 @@ def repaired(model: nn.Module) -> Iterator[None]:
     transformers calls it ``cache`` from 5.24 on.
     """
     with ExitStack() as stack:
-        for module in _attention_components(model):
-            _override(stack, module, "_update_kv_cache", _with_cache(module._update_kv_cache))
+        for module in attention_components(model):
+            override(stack, module, "_update_kv_cache", _with_cache(module._update_kv_cache))
         yield
 
 
@@ -273,205 +279,3 @@ def _with_cache(update: Callable[..., Any]) -> Callable[..., Any]:
         return update(key, value, **kwargs)
 
     return find_and_update
-
-
-def _override(stack: ExitStack, module: nn.Module, name: str, value: Any) -> None:
-    """Give one object another attribute until the stack is left."""
-    own = vars(module)
-    if name in own:
-        stack.callback(own.__setitem__, name, own[name])
-    else:
-        stack.callback(own.pop, name, None)
-    own[name] = value
-
-
-# --- attention
-
-
-def attentions(model: nn.Module) -> list[nn.Module]:
-    """The attention components of a bridged model whose computation can be handed to others."""
-    return [module for module in _attention_components(model) if is_understood(module)]
-
-
-def _attention_components(model: nn.Module) -> list[Any]:
-    return [part for part in model.modules() if _is_component(part) and hasattr(type(part), "_update_kv_cache")]
-
-
-def is_understood(module: nn.Module) -> bool:
-    """Whether an attention component computes what `eager_attention` asks it to compute again.
-
-    That is plain attention over keys and values right after its cache update, projected by ``o`` right after.
-    """
-    if not _is_component(module):
-        return False
-    from transformer_lens.model_bridge.generalized_components import (
-        joint_qkv_attention,
-        joint_qkv_position_embeddings_attention,
-        position_embeddings_attention,
-    )
-
-    rotary = position_embeddings_attention.PositionEmbeddingsAttentionBridge
-    joint = joint_qkv_attention.JointQKVAttentionBridge
-    both = joint_qkv_position_embeddings_attention.JointQKVPositionEmbeddingsAttentionBridge
-    kind: Any = type(module)
-    if not {"o", "hook_pattern", "hook_attn_scores"} <= set(module._modules):
-        return False
-    if isinstance(module, rotary):
-        gated = "gate" in module._modules or getattr(module.config, "gated_q_proj", False)
-        plain = kind._pre_output_projection is rotary._pre_output_projection
-        return "hook_rot_q" in module._modules and plain and not gated
-    return isinstance(module, joint) and kind._reconstruct_attention in (
-        joint._reconstruct_attention,
-        both._reconstruct_attention,
-    )
-
-
-def eager_attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
-) -> Output:
-    """The bridge's own attention, as a function of what its kernel reads.
-
-    The component's forward runs once more with every part before the scores and after the weighted sum standing
-    still, so that no other arithmetic than the bridge's is involved, and ``hook_attn_scores`` and ``hook_pattern``
-    fire. Scaling, soft-cap and sinks are the component's own; ``kwargs`` are not read.
-
-    Parameters
-    ----------
-    module
-        An attention component for which `is_understood` holds.
-    query, key, value
-        ``[batch, head, query, feature]``, ``[batch, kv_head, key, feature]``.
-    attention_mask
-        Added to the scores, ``[batch, head, query, key]``; without one each query sees the keys up to its own.
-    """
-    batch, n_heads, n_queries, width = query.shape
-    flat = query.transpose(1, 2).reshape(batch, n_queries, n_heads * width)
-    kept = {"hook_attn_scores", "hook_pattern"}
-    still: dict[str, Any] = {name: part if name in kept else nn.Identity() for name, part in module._modules.items()}
-    still["_original_component"] = module._modules["_original_component"]
-    still["hook_rot_q"] = _Give(query)
-    reshaped = (query, key, value, batch, n_queries, width)
-    with ExitStack() as stack:
-        _override(stack, module, "_modules", still)
-        _override(stack, module, "_update_kv_cache", lambda *_, **__: (key, value))
-        _override(stack, module, "_reshape_qkv_to_heads", lambda *_, **__: reshaped)
-        _override(stack, module, "rope_optional", True)
-        output, pattern = type(module).forward(module, flat, attention_mask=attention_mask, position_embeddings=None)
-    return output.view(batch, n_queries, n_heads, value.shape[-1]), pattern
-
-
-class _Give(nn.Module):
-    """Returns what it was made with, whatever it is called on."""
-
-    def __init__(self, value: Any) -> None:
-        super().__init__()
-        self.value = value
-
-    def forward(self, *_: Any, **__: Any) -> Any:
-        return self.value
-
-
-class _Route:
-    """One attention component whose computation goes through ``attend``.
-
-    Its forward runs as ever up to the cache update. There the queries, keys and values go to ``attend``, whose
-    result takes the place of what the component then computes itself (its hook points silenced, as they fired
-    already), at the input of the output projection.
-    """
-
-    def __init__(self, module: Any, attend: Attend) -> None:
-        self.module, self.attend = module, attend
-        self.users = 0
-        self._query: Tensor | None = None
-        self._mask: Tensor | None = None
-        self._output: Tensor | None = None
-        self._stack = ExitStack()
-        original = module._modules["_original_component"]
-        arguments = {
-            "scaling": getattr(original, "scaling", None),
-            "softcap": getattr(original, "attn_logit_softcapping", None),
-        }
-        self._kwargs = {name: value for name, value in arguments.items() if value is not None}
-
-    def enter(self) -> None:
-        module, kind = self.module, type(self.module)
-        with ExitStack() as stack:
-            for name in ("hook_rot_q", "hook_q_normed"):
-                if name in module._modules:
-                    stack.callback(module._modules[name].register_forward_hook(self._saw_query).remove)
-            for name in ("_reshape_qkv_to_heads", "_apply_rotary_pos_emb"):
-                if hasattr(kind, name):
-                    _override(stack, module, name, self._seeing_query(getattr(module, name)))
-            into = module._modules["o"]._modules["hook_in"]
-            stack.callback(into.register_forward_hook(self._put_output, prepend=True).remove)
-            _override(stack, module, "_update_kv_cache", self._updating(module._update_kv_cache))
-            _override(stack, module, "forward", self._forward)
-            self._stack = stack.pop_all()
-
-    def leave(self) -> None:
-        self._stack.close()
-
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._mask = kwargs.get("attention_mask")
-        silenced = dict(self.module._modules)
-        try:
-            return type(self.module).forward(self.module, *args, **kwargs)
-        finally:
-            self.module._modules.update(silenced)
-            self._query = self._mask = self._output = None
-
-    def _saw_query(self, _module: nn.Module, _args: Any, output: Tensor) -> None:
-        self._query = output
-
-    def _seeing_query(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def seen(*args: Any, **kwargs: Any) -> Any:
-            found = method(*args, **kwargs)
-            self._query = found[0]
-            return found
-
-        return seen
-
-    def _updating(self, update: Callable[..., Any]) -> Callable[..., Any]:
-        def update_and_attend(key: Tensor, value: Tensor, **kwargs: Any) -> Any:
-            key, value = update(key, value, **kwargs)
-            query = self._query
-            if query is None:
-                raise ModelError(f"{self.module.name} has no query where its cache is updated.")
-            output, pattern = self.attend(
-                self.module, query, key, value, self._mask, dict(self._kwargs), eager_attention
-            )
-            self._output = output
-            self.module._modules["hook_attn_scores"] = nn.Identity()
-            self.module._modules["hook_pattern"] = nn.Identity() if pattern is None else _Give(pattern)
-            return key, value
-
-        return update_and_attend
-
-    def _put_output(self, _module: nn.Module, _args: Any, output: Tensor) -> Tensor:
-        return output if self._output is None else self._output.reshape(output.shape)
-
-
-_ROUTES: WeakKeyDictionary[nn.Module, _Route] = WeakKeyDictionary()
-
-
-@contextmanager
-def rerouted(model: nn.Module, attend: Attend) -> Iterator[None]:
-    """Hand every attention computation of a bridged model to ``attend``; a model without a bridge is left alone.
-
-    Nested use is fine; everything is put back when the last user leaves.
-    """
-    modules = attentions(model)
-    for module in modules:
-        route = _ROUTES.setdefault(module, _Route(module, attend))
-        if route.users == 0:
-            route.enter()
-        route.users += 1
-    try:
-        yield
-    finally:
-        for module in modules:
-            route = _ROUTES[module]
-            route.users -= 1
-            if route.users == 0:
-                del _ROUTES[module]
-                route.leave()

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvdrift.backends.transformer_lens import is_bridged
 from kvdrift.controls.precision import cast_copy
 from kvdrift.controls.same_function import DECODED, check_same_function
 from kvdrift.errors import ModelError
@@ -145,11 +144,7 @@ def widen_window(model: Any) -> Model:
 
 def _source(model: Any) -> Model:
     source = load(model, quiet=True)
-    if is_bridged(source.hf):
-        raise ModelError(
-            f"{source.name} is a TransformerLens bridge, whose parts cannot be rewritten; give the Hugging Face model "
-            "itself, loaded a second time."
-        )
+    source.backend.refuse_rewriting(source.name)
     return source
 
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from kvdrift.backends.transformer_lens import plain_name
 from kvdrift.bits import same_bits
 from kvdrift.controls import Control
 from kvdrift.controls.fixed_shape import FixedShape, not_covered
@@ -371,9 +370,9 @@ def _check_weights(a: Model, b: Model) -> None:
     """
     if a.hf is b.hf:
         return
-    theirs = {plain_name(name): weight for name, weight in b.hf.named_parameters()}
+    theirs = {b.backend.plain_name(name): weight for name, weight in b.hf.named_parameters()}
     for name, weight in a.hf.named_parameters():
-        other = theirs.get(plain_name(name))
+        other = theirs.get(a.backend.plain_name(name))
         if other is None or other.shape != weight.shape or weight.is_meta or other.is_meta:
             continue
         if not torch.equal(weight.double(), other.to(weight.device).double()):

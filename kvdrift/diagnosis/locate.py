@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from kvdrift.backends.transformer_lens import plain_name
 from kvdrift.bits import same_bits
 from kvdrift.diagnosis.observe import Key, Snapshot
 from kvdrift.models.sites import LOGITS
@@ -82,7 +81,7 @@ def cache_update(model: Model, layer: int) -> Where:
 
 def _name(model: Model, module: object) -> str:
     name = next((name for name, other in model.hf.named_modules() if other is module), "")
-    return plain_name(name)
+    return model.backend.plain_name(name)
 
 
 def first_difference(

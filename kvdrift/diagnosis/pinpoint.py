@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from kvdrift.backends.transformer_lens import plain_name
 from kvdrift.controls import Control
 from kvdrift.diagnosis.locate import PAST, Equal, Where
 from kvdrift.diagnosis.lockstep import Moment, alone
@@ -66,7 +65,7 @@ def pinpoint(
         return where  # which says in which of its parts
     if not name and not hooks:
         return where
-    return Where(where.layer, f"{plain_name(name) or type(module).__name__}{hooks}", where.site)
+    return Where(where.layer, f"{model.backend.plain_name(name) or type(module).__name__}{hooks}", where.site)
 
 
 def layer_of(model: Model, name: str) -> int | None:

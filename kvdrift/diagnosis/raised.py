@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from kvdrift.backends.transformer_lens import plain_name
 from kvdrift.diagnosis.cases import Case
 from kvdrift.diagnosis.evidence import Finding
 from kvdrift.diagnosis.locate import Where
@@ -139,7 +138,7 @@ def raising_module(model: Model, error: Exception) -> Where | None:
     names = {id(module): name for name, module in model.hf.named_modules()}
     running = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
     inside = [names[id(module)] for module in running if isinstance(module, nn.Module) and names.get(id(module))]
-    return None if not inside else Where(layer_of(model, inside[-1]), plain_name(inside[-1]), "")
+    return None if not inside else Where(layer_of(model, inside[-1]), model.backend.plain_name(inside[-1]), "")
 
 
 def said(error: Exception) -> str:

@@ -14,8 +14,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as hf_logging
 
+from kvdrift.backends.bridge_attention import is_bridge, is_bridged
 from kvdrift.backends.nnsight import NNsightBackend, is_nnsight
-from kvdrift.backends.transformer_lens import backend_of, is_bridge, is_bridged
+from kvdrift.backends.transformer_lens import backend_of
 from kvdrift.errors import InputError, ModelError
 from kvdrift.models.model import Model
 from kvdrift.models.presets import PRESETS, resolve, suggest

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from kvdrift import markup
-from kvdrift.backends.hf import HFBackend
-from kvdrift.backends.transformer_lens import BridgeBackend, is_bridged
+from kvdrift.backends.backend import Backend
+from kvdrift.backends.kinds import kind_of
 from kvdrift.errors import InputError, ModelError
 from kvdrift.fingerprint import fingerprint
 from kvdrift.models.architecture import Architecture, BlockTree, describe, find_blocks
@@ -54,13 +54,11 @@ class Model:
     source: Source | None = None
     weights: str | None = None
 
-    def __init__(
-        self, hf: Any, tokenizer: Any = None, name: str | None = None, backend: HFBackend | None = None
-    ) -> None:
+    def __init__(self, hf: Any, tokenizer: Any = None, name: str | None = None, backend: Backend | None = None) -> None:
         self.hf = hf
         self.tokenizer = tokenizer
         self.name: str = name or getattr(hf.config, "name_or_path", None) or hf.config.model_type
-        self.backend: HFBackend = default_backend(hf) if backend is None else backend
+        self.backend: Backend = kind_of(hf)(hf) if backend is None else backend
         with self.backend.unwrapped() as stand_in:
             self.tree: BlockTree = find_blocks(hf).through(stand_in)
 
@@ -281,11 +279,6 @@ class Model:
 
     def _repr_html_(self) -> str:
         return markup.block(repr(self).partition("\n")[0], self.architecture._repr_html_())
-
-
-def default_backend(hf: Any) -> HFBackend:
-    """What drives a module that comes without a backend: its own kind."""
-    return BridgeBackend(hf) if is_bridged(hf) else HFBackend(hf)
 
 
 def _ids(prompt: Sequence[int] | Tensor) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvdrift.backends.hf import HFBackend
+from kvdrift.backends.backend import Backend
 from kvdrift.bits import same_bits
 from kvdrift.errors import one_line
 
@@ -13,7 +13,7 @@ N_PROMPT = 4
 """Tokens of the probe's first pass; a second one decodes one more."""
 
 
-def default_positions(backend: HFBackend, vocab_size: int) -> str | None:
+def default_positions(backend: Backend, vocab_size: int) -> str | None:
     """A sentence on a model whose default positions differ from explicit ones; None where they do not.
 
     A few tokens are run each way, prefilled and decoded, in the model's own dtype. The passes have the same shapes,
@@ -53,7 +53,7 @@ def default_positions(backend: HFBackend, vocab_size: int) -> str | None:
     )
 
 
-def _logits(backend: HFBackend, ids: Tensor, call: str) -> list[Tensor]:
+def _logits(backend: Backend, ids: Tensor, call: str) -> list[Tensor]:
     cache = backend.new_cache()
     return [
         backend.forward(ids[:, :N_PROMPT], 0, cache, call=call),

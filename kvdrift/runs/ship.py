@@ -12,7 +12,6 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from kvdrift.backends.hf import HFBackend
 from kvdrift.errors import InputError
 from kvdrift.models.load import load
 from kvdrift.models.model import Model
@@ -221,7 +220,7 @@ def _parcel(model: Model) -> Parcel:
         source=source,
         dtype=model.dtype_name,
         hf=model.hf if travels else None,
-        backend=model.backend if travels and type(model.backend) is not HFBackend else None,
+        backend=model.backend if travels else None,
         places={name: _place(tensor) for name, tensor in _weights(model.hf).items()} if travels else {},
         tokenizer=None if source is not None and source.tokenizer else model.tokenizer,
         fingerprint=model.fingerprint,

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvdrift.backends.transformer_lens import plain_name
 from kvdrift.models.model import Model
 from kvdrift.models.sites import BLOCK_SITES, HEAD_SITES
 from kvdrift.tracing.tap import Tap, Values
@@ -34,12 +33,12 @@ def is_nonfinite(logits: Tensor) -> bool:
 
 def broken_weight(model: Model) -> str | None:
     """A sentence on the first weight that holds NaN or infinity; None if all are finite."""
-    weight = next((plain_name(name) for name, w in model.hf.named_parameters() if not w.isfinite().all()), None)
-    if weight is None:
+    name = next((name for name, weight in model.hf.named_parameters() if not weight.isfinite().all()), None)
+    if name is None:
         return None
     return (
-        f"The weights of {model.name} are broken: {weight} holds NaN or infinity; load them again, or in "
-        "another dtype if they were cast."
+        f"The weights of {model.name} are broken: {model.backend.plain_name(name)} holds NaN or infinity; load them "
+        "again, or in another dtype if they were cast."
     )
 
 
@@ -85,7 +84,7 @@ def watch_all(model: Model) -> Iterator[Watch]:
         for layer, block in enumerate(model.tree.blocks):
             for name, module in block.named_modules():
                 if name and next(module.children(), None) is None:
-                    hook = partial(watch.see, layer, plain_name(name))
+                    hook = partial(watch.see, layer, model.backend.plain_name(name))
                     stack.callback(module.register_forward_hook(hook).remove)
         yield watch
 

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from kvdrift.backends import transformer_lens
+from kvdrift.backends.kinds import kind_of
 from kvdrift.errors import InputError
 
 ATTENTION_KERNEL = "the kernel that attention runs"
@@ -146,12 +146,11 @@ def eager_function(module: nn.Module) -> Callable[..., Output]:
     LookupError
         If that file has none.
     """
-    if transformer_lens.is_understood(module):
-        return transformer_lens.eager_attention
     namespace = inspect.unwrap(type(module).forward).__globals__
-    if "eager_attention_forward" not in namespace:
+    function = namespace.get("eager_attention_forward") or kind_of(module).attention_of(module)
+    if function is None:
         raise LookupError(f"{type(module).__name__} has no eager_attention_forward beside its forward")
-    return namespace["eager_attention_forward"]
+    return function
 
 
 @contextmanager
@@ -197,7 +196,7 @@ def seam(model: nn.Module, link: Link) -> Iterator[None]:
     _STATE.links.append(registered)
     _STATE.chains.clear()
     try:
-        with transformer_lens.rerouted(model, _attend):
+        with kind_of(model).rerouted(model, _attend):
             yield
     finally:
         _STATE.links[:] = [other for other in _STATE.links if other is not registered]

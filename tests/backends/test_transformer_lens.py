@@ -6,7 +6,8 @@ import torch
 from transformers import DynamicCache
 
 import kvdrift as kd
-from kvdrift.backends.transformer_lens import attentions, repaired
+from kvdrift.backends.bridge_attention import attentions
+from kvdrift.backends.transformer_lens import repaired
 from kvdrift.errors import FileError, InputError, ModelError, NonFiniteError
 
 pytest.importorskip("transformer_lens")

@@ -19,7 +19,7 @@ from kvdrift.diagnosis.verdict import Verdict
 from kvdrift.errors import InternalError, KvdriftError
 from kvdrift.fingerprint import one_job
 from kvdrift.models.load import load
-from kvdrift.models.model import as_prompts
+from kvdrift.models.prompts import as_prompts
 from kvdrift.paths.cache_off import CacheOff
 from kvdrift.paths.cache_on import CacheOn
 from kvdrift.paths.own import check_path

@@ -27,7 +27,8 @@ from kvdrift.evaluation.task import Item, Task
 from kvdrift.evaluation.trial import ItemRunner, Plan
 from kvdrift.fingerprint import one_job
 from kvdrift.models.load import load
-from kvdrift.models.model import Model, PromptLike, as_prompts
+from kvdrift.models.model import Model
+from kvdrift.models.prompts import PromptLike, as_prompts
 from kvdrift.paths.cache_off import CacheOff
 from kvdrift.paths.cache_on import CacheOn
 from kvdrift.paths.own import check_path, check_room

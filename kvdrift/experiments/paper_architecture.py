@@ -17,7 +17,8 @@ from kvdrift.experiments import architecture_tables as tables
 from kvdrift.experiments.architecture_numbers import SITE
 from kvdrift.experiments.experiment import Experiment, Folder
 from kvdrift.models.load import load
-from kvdrift.models.model import Model, as_prompts
+from kvdrift.models.model import Model
+from kvdrift.models.prompts import as_prompts
 from kvdrift.result import Saved, table_maker
 from kvdrift.runs.store import takes_store_as
 from kvdrift.words.json import json_safe

@@ -23,7 +23,8 @@ from kvdrift.ladder.arms import ARMS, BASE, HALF, Arm, chosen
 from kvdrift.ladder.result import METRICS, Ladder
 from kvdrift.ladder.rung import Rung
 from kvdrift.models.load import DTYPES, load
-from kvdrift.models.model import Model, as_prompts
+from kvdrift.models.model import Model
+from kvdrift.models.prompts import as_prompts
 from kvdrift.paths.cache_off import CacheOff
 from kvdrift.paths.cache_on import CacheOn
 from kvdrift.paths.path import Path

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from numbers import Integral
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from kvdrift import markup
 from kvdrift.backends.backend import Backend
@@ -21,10 +18,9 @@ from kvdrift.models.architecture import Architecture, BlockTree, describe, find_
 from kvdrift.models.coverage import Coverage
 from kvdrift.models.labels import Prompt
 from kvdrift.models.positions import default_positions
+from kvdrift.models.prompts import PromptLike, encode
 from kvdrift.models.rope import beyond, extends
 from kvdrift.models.source import Source
-
-PromptLike = str | Sequence[int] | Tensor
 
 
 class Model:
@@ -173,41 +169,7 @@ class Model:
         InputError
             If the prompt is empty, is text without a tokenizer, or holds ids outside the vocabulary.
         """
-        if isinstance(prompt, str):
-            ids = self._encode_text(prompt, chat)
-        else:
-            ids = _ids(prompt)
-        if not ids:
-            raise InputError("The prompt is empty; give at least one token or one character of text.")
-        outside = [token for token in ids if not 0 <= token < self.vocab_size]
-        if outside:
-            raise InputError(
-                f"Token id {outside[0]} is outside the vocabulary of {self.name} (0 to {self.vocab_size - 1}); "
-                "were these ids made with another tokenizer?"
-            )
-        return ids
-
-    def _encode_text(self, text: str, chat: bool) -> list[int]:
-        if not text.strip():
-            raise InputError("The prompt is empty; give at least one token or one character of text.")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise InputError(
-                f"The prompt holds half of a surrogate pair at character {error.start}, which is no text; mend what "
-                "wrote it."
-            ) from error
-        if self.tokenizer is None:
-            raise InputError(
-                f"{self.name} has no tokenizer, so it cannot read text: give token ids, or kd.load(model, tokenizer=…)."
-            )
-        if not chat:
-            return list(self.tokenizer(text)["input_ids"])
-        if not getattr(self.tokenizer, "chat_template", None):
-            raise InputError(f"{self.name} has no chat template; leave out chat=True.")
-        turn = [{"role": "user", "content": text}]
-        rendered = self.tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
-        return list(self.tokenizer(rendered, add_special_tokens=False)["input_ids"])
+        return encode(prompt, self.tokenizer, self.vocab_size, self.name, chat)
 
     def label(self, prompt: PromptLike, ids: Sequence[int]) -> Prompt:
         """A prompt with its ids and their texts, as results carry it."""
@@ -279,52 +241,3 @@ class Model:
 
     def _repr_html_(self) -> str:
         return markup.block(repr(self).partition("\n")[0], self.architecture._repr_html_())
-
-
-def _ids(prompt: Sequence[int] | Tensor) -> list[int]:
-    try:
-        ids = torch.as_tensor(prompt)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise InputError(f"A prompt is text, a flat list of token ids or a tensor of them: {error}.") from error
-    if ids.numel() == 0:
-        return []
-    if ids.ndim not in (1, 2) or (ids.ndim == 2 and ids.shape[0] != 1):
-        raise InputError(f"One prompt has shape [n] or [1, n], not {list(ids.shape)}; give several as a list.")
-    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        raise InputError(f"Token ids are integers, not {ids.dtype}; convert them first.")
-    return [int(token) for token in ids.flatten().tolist()]
-
-
-def as_prompts(prompts: Any) -> tuple[list[PromptLike], bool]:
-    """Split what a user gave into prompts.
-
-    Returns
-    -------
-    prompts, many
-        The prompts, and whether several were given (a list of prompts, even of one) rather than one.
-
-    Raises
-    ------
-    InputError
-        If nothing was given, or something that is no prompt.
-    """
-    if isinstance(prompts, str):
-        return [prompts], False
-    if isinstance(prompts, np.ndarray):
-        prompts = torch.as_tensor(prompts)
-    if isinstance(prompts, Tensor):
-        if prompts.ndim == 1 or (prompts.ndim == 2 and prompts.shape[0] == 1):
-            return [prompts], False
-        raise InputError(
-            f"A prompt tensor has shape [n] or [1, n], not {list(prompts.shape)}; give several prompts as a list: "
-            "kvdrift never batches, since that changes the arithmetic."
-        )
-    if not isinstance(prompts, (list, tuple)):
-        raise InputError(f"Prompts are text, token ids or a list of those, not {type(prompts).__name__}.")
-    if not prompts:
-        raise InputError("The prompt is empty; give at least one token or one character of text.")
-    if all(isinstance(token, Integral) and not isinstance(token, bool) for token in prompts):
-        return [list(prompts)], False
-    if all(isinstance(prompt, (str, list, tuple, Tensor, np.ndarray)) for prompt in prompts):
-        return list(prompts), True
-    raise InputError("A list of prompts holds texts, lists of token ids or tensors; this one holds something else.")

@@ -15,7 +15,8 @@ from kvdrift.errors import InputError
 from kvdrift.models.ending import stops, template_notes
 from kvdrift.models.labels import PathInfo, Prompt
 from kvdrift.models.load import load
-from kvdrift.models.model import Model, as_prompts
+from kvdrift.models.model import Model
+from kvdrift.models.prompts import as_prompts
 from kvdrift.paths.cache_off import CacheOff
 from kvdrift.paths.cache_on import CacheOn
 from kvdrift.paths.own import check_path, check_room

@@ -14,7 +14,8 @@ from kvdrift.errors import InputError, SiteError
 from kvdrift.fingerprint import one_job
 from kvdrift.models.ending import stops, template_notes, tokens_written, way_on
 from kvdrift.models.load import load
-from kvdrift.models.model import Model, as_prompts
+from kvdrift.models.model import Model
+from kvdrift.models.prompts import as_prompts
 from kvdrift.models.sites import choose_heads, choose_layers, parse_sites
 from kvdrift.paths.cache_on import CacheOn
 from kvdrift.paths.own import check_path, check_room

@@ -10,7 +10,8 @@ from transformers import PreTrainedTokenizerFast
 
 import kvdrift as kd
 from kvdrift.errors import InputError
-from kvdrift.models.model import Model, as_prompts
+from kvdrift.models.model import Model
+from kvdrift.models.prompts import as_prompts
 from kvdrift.models.tiny import tiny
 
 

@@ -4,7 +4,8 @@
 
 Every run follows the same tokens in a process of its own, with a prompt shortened so that the last step always has
 the same length. The two paths first run alone over those tokens, since PyTorch keeps compiled kernels for every length
-it has seen; printed is what `compare` takes beyond that peak, beside the size of the arrays in its result.
+it has seen; printed is the peak beside the weights, what of it `compare` takes beyond the paths alone (one of them
+re-rolled, as for a rounding floor), and the size of the arrays in its result.
 """
 
 from __future__ import annotations
@@ -35,10 +36,12 @@ def measure(name: str, dtype: str, steps: int) -> dict[str, float]:
         for token in tokens[-steps:-1]:
             run.step(token)
         run.close()
+    weights = sum(weight.nbytes for weight in model.hf.parameters())
     before = _peak(resource, torch)
     drift = kd.compare(model, tokens[:-steps], tokens=tokens[-steps:], **options)
     kept = sum(array.nbytes for array in drift.arrays.values())
-    return {"steps": steps, "peak_mb": _peak(resource, torch) - before, "kept_mb": kept / 1e6}
+    peak = _peak(resource, torch)
+    return {"steps": steps, "peak": peak, "weights": weights / 1e6, "more": peak - before, "kept": kept / 1e6}
 
 
 def _peak(resource: object, torch: object) -> float:
@@ -62,8 +65,8 @@ def main() -> None:
         line = subprocess.run([*command, str(steps)], check=True, capture_output=True, text=True).stdout
         found = json.loads(line.splitlines()[-1])
         print(
-            f"{found['steps']:4d} steps: peak {found['peak_mb']:7.1f} MB above the two paths alone, "
-            f"results {found['kept_mb']:6.2f} MB"
+            f"{found['steps']:4d} steps: peak {found['peak']:7.1f} MB, weights {found['weights']:7.1f} MB; "
+            f"{found['more']:6.1f} MB above the paths alone, results {found['kept']:6.2f} MB"
         )
 
 

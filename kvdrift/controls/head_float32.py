@@ -9,10 +9,10 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvdrift.controls.combine import HEAD_PRECISION
+from kvdrift.controls.derived_weights import DerivedWeights
 from kvdrift.controls.scope import Scope
 from kvdrift.controls.true_float32 import TrueFloat32
 from kvdrift.controls.upcast import HALVES, run_in_float32
-from kvdrift.controls.weight_copies import WeightCopies
 from kvdrift.errors import ModelError
 from kvdrift.models.model import Model
 
@@ -50,14 +50,11 @@ class HeadFloat32:
         head = model.tree.head
         if head is None or not any(weight.dtype in HALVES for weight in head.parameters()):
             raise ModelError("This model has no LM head in half precision, so there is none to run in float32.")
-        exact, copies = TrueFloat32().bind(model), WeightCopies(head)
-
-        def cast(weight: Tensor) -> Tensor:
-            return copies.get(weight, 0, lambda tensor, _: tensor.float())
+        exact, weights = TrueFloat32().bind(model), DerivedWeights(head, Tensor.float)
 
         def enter(stack: ExitStack) -> None:
-            copies.refresh()
+            weights.refresh()
             stack.enter_context(exact)
-            run_in_float32(stack, head, whole=True, cast=cast)
+            run_in_float32(stack, head, whole=True, cast=weights.get)
 
-        return Scope(enter, copies.clear)
+        return Scope(enter, weights.clear)

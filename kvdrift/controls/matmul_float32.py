@@ -8,13 +8,14 @@ from functools import partial
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from kvdrift.controls.combine import PRODUCT_PRECISION
+from kvdrift.controls.derived_weights import DerivedWeights
 from kvdrift.controls.operators import GROUPED, by_operator
 from kvdrift.controls.scope import Scope
 from kvdrift.controls.true_float32 import TrueFloat32
 from kvdrift.controls.upcast import WideOperators
-from kvdrift.controls.weight_copies import WeightCopies
 from kvdrift.errors import ModelError
 from kvdrift.models.model import Model
 
@@ -52,16 +53,16 @@ class MatmulFloat32:
 
     def bind(self, model: Model) -> Scope:
         """Prepare the forward passes of ``model``; float32 weights are kept until the result is closed."""
-        exact, copies = TrueFloat32().bind(model), WeightCopies(model.hf)
+        exact, weights = TrueFloat32().bind(model), DerivedWeights(model.hf, Tensor.float)
 
         def enter(stack: ExitStack) -> None:
-            mode = WideOperators(by_operator({name: name for name in PRODUCTS}), torch.float32, copies)
-            copies.refresh()
+            mode = WideOperators(by_operator({name: name for name in PRODUCTS}), torch.float32, weights)
+            weights.refresh()
             stack.push(partial(_check, mode))
             stack.enter_context(exact)
             stack.enter_context(mode)
 
-        return Scope(enter, copies.clear)
+        return Scope(enter, weights.clear)
 
 
 def _check(mode: WideOperators, kind: type[BaseException] | None, *_: object) -> None:

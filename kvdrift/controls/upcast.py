@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kvdrift.controls.derived_weights import DerivedWeights
 from kvdrift.controls.operators import GROUPED, Groups, arguments_of, by_operator
-from kvdrift.controls.weight_copies import WeightCopies
 from kvdrift.tracing.seam import AttentionCall, Order, Output
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -86,8 +86,8 @@ class WideOperators(TorchDispatchMode):
         Operator → its name in `counts`; see `kvdrift.controls.operators.by_operator`.
     dtype
         What they compute in.
-    copies
-        Keeps weights in that dtype.
+    weights
+        Makes tensors of that dtype, and keeps those of weights.
 
     Attributes
     ----------
@@ -95,9 +95,9 @@ class WideOperators(TorchDispatchMode):
         How many calls of each operator had narrower inputs and so were widened.
     """
 
-    def __init__(self, operators: Mapping[Any, str], dtype: torch.dtype, copies: WeightCopies) -> None:
+    def __init__(self, operators: Mapping[Any, str], dtype: torch.dtype, weights: DerivedWeights) -> None:
         super().__init__()
-        self.operators, self.dtype, self.copies = operators, dtype, copies
+        self.operators, self.dtype, self.weights = operators, dtype, weights
         self.counts: Counter[str] = Counter()
 
     @classmethod
@@ -140,7 +140,7 @@ class WideOperators(TorchDispatchMode):
         return tuple(part.to(dtype) if isinstance(part, Tensor) else part for part in result)
 
     def _wide(self, arg: Any) -> Any:
-        return self.copies.get(arg, 0, lambda tensor, _: tensor.to(self.dtype)) if narrower(arg, self.dtype) else arg
+        return self.weights.get(arg) if narrower(arg, self.dtype) else arg
 
 
 def run_in_float32(stack: ExitStack, unit: nn.Module, *, whole: bool, cast: Cast = Tensor.float) -> None:

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from kvdrift.controls.combine import ATTENTION_PRECISION, PRODUCT_PRECISION
+from kvdrift.controls.derived_weights import DerivedWeights
 from kvdrift.controls.matmul_float32 import PRODUCTS
 from kvdrift.controls.operators import by_operator
 from kvdrift.controls.scope import Scope
 from kvdrift.controls.upcast import WideAttention, WideOperators
-from kvdrift.controls.weight_copies import WeightCopies
 from kvdrift.errors import InputError
 from kvdrift.models.model import Model
 from kvdrift.tracing.seam import seam
@@ -61,14 +62,14 @@ class WideSums:
         """Prepare the forward passes of ``model``; float64 weights are kept until the result is closed."""
         if all(weight.dtype == torch.float64 for weight in model.hf.parameters()):
             raise InputError("WideSums adds in float64, and this model is in float64 already.")
-        copies = WeightCopies(model.hf)
+        weights = DerivedWeights(model.hf, Tensor.double)
 
         def enter(stack: ExitStack) -> None:
-            copies.refresh()
+            weights.refresh()
             stack.enter_context(seam(model.hf, WideAttention(torch.float64)))
-            stack.enter_context(WideOperators(_OPERATORS, torch.float64, copies))
+            stack.enter_context(WideOperators(_OPERATORS, torch.float64, weights))
 
-        return Scope(enter, copies.clear)
+        return Scope(enter, weights.clear)
 
 
 _OPERATORS = by_operator({name: name.partition(".")[0] for name in (*PRODUCTS, *SUMS)})

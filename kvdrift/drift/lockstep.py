@@ -176,12 +176,9 @@ class Lockstep:
         self.dtypes: dict[str, dict[str, str]] = {}
         self.left_out: dict[str, dict[str, set[int]]] = {}
         self._heads: dict[int, Float32Head | None] = {}
-        self._rerolls = [ReRoll(seed).bind(self.model_a) for seed in plan.seeds]
 
     def close(self) -> None:
-        """Free what is kept from one prompt to the next: reordered weights and float32 LM heads."""
-        for bound in self._rerolls:
-            bound.close()
+        """Free what is kept from one prompt to the next: float32 LM heads."""
         self._heads.clear()
 
     def walk(
@@ -221,9 +218,6 @@ class Lockstep:
         steps: list[Arrays] = []
         kept: dict[int, Arrays] = {}
         tokens = list(ids)
-        for bound in self._rerolls:
-            with bound:  # its reordered weights live until `close`, for every run with this seed
-                pass
         for model in (self.model_a, self.model_b):
             if id(model) not in self._heads:
                 self._heads[id(model)] = _float32_head(model)

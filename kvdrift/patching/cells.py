@@ -84,7 +84,7 @@ class GroupRunner:
         return found
 
     def close(self) -> None:
-        """Free reordered weights and the float32 copy."""
+        """Free the float32 copy."""
         self.walk.close()
 
 

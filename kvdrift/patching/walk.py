@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvdrift.controls.control import Bound, Control
+from kvdrift.controls.control import Control
 from kvdrift.controls.precision import cast_copy
 from kvdrift.controls.reroll import ReRoll
 from kvdrift.errors import InputError, NonFiniteError, SiteError
@@ -104,25 +104,20 @@ class Walk:
         self._limits: dict[str, None] = {}
         self._absent: dict[int, dict[tuple[str, int, str], dict[int, int]]] = {}
         self._reroll = ReRoll(plan.seed)
-        self._bound: Bound | None = None
         self._wide: Model | None = None
         self._widens = plan.own and self.model.dtype not in (torch.float32, torch.float64)
         if plan.own and not self._widens:
             self._limits[f"no float32 donor and no signature: the model runs in {self.model.dtype_name}"] = None
 
     def _prepare(self) -> None:
-        """Make what runs need and checks do not: reordered weights, and the float32 copy."""
-        if self._bound is None and (self.plan.shared or self.plan.own):
-            self._bound = self._reroll.bind(self.model)
+        """Make what runs need and checks do not: the float32 copy."""
         if self._wide is None and self._widens:
             base = self.donor_model
             self._wide = base.around(cast_copy(base.hf, torch.float32), f"{base.name} in float32")
 
     def close(self) -> None:
-        """Free reordered weights and the float32 copy."""
-        if self._bound is not None:
-            self._bound.close()
-        self._bound = self._wide = None
+        """Free the float32 copy."""
+        self._wide = None
 
     @property
     def notes(self) -> list[str]:

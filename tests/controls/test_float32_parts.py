@@ -5,7 +5,7 @@ import torch
 
 import kvdrift as kd
 from kvdrift.controls import cast_copy
-from kvdrift.controls.weight_copies import WeightCopies
+from kvdrift.controls.derived_weights import DerivedWeights
 from kvdrift.errors import InputError, ModelError
 from kvdrift.models.tiny import tiny
 from kvdrift.tracing.seam import Order, seam
@@ -146,7 +146,7 @@ def test_products_alone(family, dtype, same_bits):
 def test_float32_weights_are_kept_until_the_run_is_closed(monkeypatch):
     made = []
     monkeypatch.setattr(
-        WeightCopies, "refresh", lambda self, real=WeightCopies.refresh: (made.append(self), real(self))
+        DerivedWeights, "refresh", lambda self, real=DerivedWeights.refresh: (made.append(self), real(self))
     )
     run = kd.CacheOn(controls=(kd.MatmulFloat32(),)).start(
         kd.load(tiny("llama", dtype=torch.bfloat16), quiet=True), IDS

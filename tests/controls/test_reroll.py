@@ -9,8 +9,7 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers import DynamicCache
 
-from kvdrift.controls import BoundReRoll, ReRoll, promote_float32
-from kvdrift.controls import weight_copies as weight_copies_module
+from kvdrift.controls import BoundReRoll, ReRoll, derived_weights, promote_float32, reroll
 from kvdrift.models.tiny import FAMILIES, supported_attn, tiny
 
 PROMPT = torch.tensor([[5, 9, 100, 33, 7, 8, 250, 301, 12, 44, 17, 61]])
@@ -210,10 +209,28 @@ def test_copies_keep_the_memory_layout(shape):
     bound = BoundReRoll(0, linear)
     with torch.no_grad(), bound:
         linear(torch.ones(2, shape[1], dtype=torch.float64))
-        copies = list(bound._mode.copies._copies.values())
+        copies = list(bound._mode.weights._kept.values())
     for kept in copies:
         assert kept.value.stride() == kept.source.stride()
         assert not torch.equal(kept.value, kept.source)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.complex64])
+@pytest.mark.parametrize(
+    "laid",
+    [
+        lambda x: x, lambda x: x.mT, lambda x: x.permute(2, 0, 1), lambda x: x[:, ::2], lambda x: x[:, :1, ::3],
+        lambda x: x[:1].expand(4, -1, -1), lambda x: x[..., :1].expand(-1, -1, 5).permute(1, 2, 0),
+    ],
+)  # fmt: skip
+def test_terms_are_taken_in_order_and_laid_out_as_before(laid, dtype):
+    tensor = laid(torch.randn(4, 6, 7, generator=torch.Generator().manual_seed(0)).to(dtype))
+    for dim in range(-3, 3):
+        order = torch.randperm(tensor.shape[dim], generator=torch.Generator().manual_seed(1))
+        taken = reroll._take(tensor, dim, order)
+        assert torch.equal(taken, tensor.index_select(dim, order))
+        assert taken.stride() == tensor.stride()
+        assert taken.data_ptr() != tensor.data_ptr() or tensor.stride(dim) == 0
 
 
 @pytest.mark.parametrize(
@@ -265,9 +282,9 @@ def test_copies_are_kept_between_passes_shared_and_freed():
         with bound:
             model(PROMPT)
     assert first.n_bytes > 0
-    assert first._mode.copies is second._mode.copies
-    assert first._mode.copies is not other._mode.copies
-    copies = weakref.ref(first._mode.copies)
+    assert first._mode.weights is second._mode.weights
+    assert first._mode.weights is not other._mode.weights
+    copies = weakref.ref(first._mode.weights)
     first.close()
     assert first.n_bytes == 0
     assert copies() is not None
@@ -284,7 +301,7 @@ def test_a_dropped_control_frees_its_copies():
     bound = BoundReRoll(5, model)
     with bound:
         model(PROMPT)
-    copies = weakref.ref(bound._mode.copies)
+    copies = weakref.ref(bound._mode.weights)
     del bound
     gc.collect()
     assert copies() is None
@@ -295,11 +312,11 @@ def test_memory_budget_changes_no_bit(monkeypatch):
     with ReRoll(0).applied(model) as bound:
         kept = prefill_and_decode(model)
         whole = bound.n_bytes
-    for free in (0, whole * 2):
-        monkeypatch.setattr(weight_copies_module, "free_memory", lambda device, free=free: free)
+    for free in (0, whole * 8):
+        monkeypatch.setattr(derived_weights, "free_memory", lambda device, free=free: free)
         with ReRoll(0).applied(model) as bound:
             assert equal(prefill_and_decode(model), kept)
-            assert bound.n_bytes <= weight_copies_module.SHARE_OF_FREE_MEMORY * free
+            assert bound.n_bytes <= reroll.SHARE_OF_FREE_MEMORY * free
             assert (bound.n_bytes > 0) == (free > 0)
 
 

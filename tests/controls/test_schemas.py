@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from kvdrift.controls import reroll, row_tiles, wide_sums
+from kvdrift.controls.derived_weights import DerivedWeights
 from kvdrift.controls.operators import GROUPED, Groups, arguments_of, by_operator
 from kvdrift.controls.reroll import BoundReRoll, ReRoll
 from kvdrift.controls.row_tiles import RowTiles
 from kvdrift.controls.upcast import WideOperators
-from kvdrift.controls.weight_copies import WeightCopies
 from kvdrift.diagnosis import operator_witness
 from kvdrift.diagnosis.operator_witness import OperatorWitness
 
@@ -144,10 +144,10 @@ def test_the_witness_knows_every_form(op):
 
 @pytest.mark.parametrize("op", wide_sums._OPERATORS, ids=name_of)
 def test_wide_operators_return_what_narrow_ones_do(op):
-    copies = WeightCopies(torch.nn.Identity())
+    weights = DerivedWeights(torch.nn.Identity(), torch.Tensor.double)
     for args, kwargs in examples(op, torch.float32):
         expected = op(*args, **kwargs)
-        with WideOperators(wide_sums._OPERATORS, torch.float64, copies) as wide:
+        with WideOperators(wide_sums._OPERATORS, torch.float64, weights) as wide:
             found = op(*args, **kwargs)
         assert wide.counts
         close(found, expected, 1e-4)

@@ -1,8 +1,8 @@
 import torch
 
+from kvdrift.controls.derived_weights import DerivedWeights
 from kvdrift.controls.operators import by_operator
 from kvdrift.controls.upcast import WideOperators, narrower, upcast
-from kvdrift.controls.weight_copies import WeightCopies
 
 
 def test_nested_values():
@@ -29,7 +29,9 @@ def test_the_dtype_that_an_operator_is_asked_for():
     x = torch.randn(3, 40, generator=torch.Generator().manual_seed(0)).bfloat16()
     names = ("mean.dim", "_softmax", "sum.dim_IntList")
     mode = WideOperators(
-        by_operator({name: name for name in names}), torch.float64, WeightCopies(torch.nn.Linear(1, 1))
+        by_operator({name: name for name in names}),
+        torch.float64,
+        DerivedWeights(torch.nn.Linear(1, 1), torch.Tensor.double),
     )
     with mode:
         softmax = x.softmax(-1, dtype=torch.float32)

@@ -48,9 +48,3 @@ def table(rows: Iterable[Sequence[Any]], columns: Sequence[str] = ()) -> str:
         return ""
     heads = "".join(f"<th>{escape(name)}</th>" for name in columns)
     return f"<table>{f'<thead><tr>{heads}</tr></thead>' if columns else ''}<tbody>{body}</tbody></table>"
-
-
-def lines(text: str) -> str:
-    """A summary of several lines: the first one the headline, the others a list."""
-    head, *rest = text.splitlines() or [""]
-    return block(head, listing(line.strip() for line in rest if line.strip()))

@@ -46,7 +46,6 @@ def test_texts_are_escaped():
 
 def test_nothing_gives_nothing():
     assert markup.listing([]) == markup.table([]) == markup.paragraph("") == ""
-    assert Tree(markup.lines("one line")).text == " one line"
 
 
 @pytest.fixture(scope="module")

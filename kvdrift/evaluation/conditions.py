@@ -101,6 +101,11 @@ class Condition:
     gold: Difference | None
     null: NullNumbers | None
 
+    @property
+    def scored(self) -> bool:
+        """Whether both paths have answers."""
+        return self.accuracy_a.n > 0 and self.accuracy_b.n > 0
+
 
 @dataclass(frozen=True)
 class Overall:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
 from typing import Any, ClassVar
+
+import numpy as np
+import pandas as pd
 
 from kvdrift.controls.counterfactual import expand_kv_heads, widen_window
 from kvdrift.controls.precision import cast_copy
 from kvdrift.drift.compare import compare
 from kvdrift.drift.result import Drift
 from kvdrift.errors import InputError, ModelError
-from kvdrift.experiments import architecture_tables as tables
-from kvdrift.experiments.architecture_numbers import SITE
+from kvdrift.experiments.course import KINDS, SITE, change, course, layer_changes, same_numbers
 from kvdrift.experiments.experiment import Experiment, Folder
+from kvdrift.models.architecture import Architecture
 from kvdrift.models.load import load
 from kvdrift.models.model import Model
 from kvdrift.models.prompts import as_prompts
@@ -34,6 +37,8 @@ COPIED = (
     "Every arm ran on a fresh copy of the weights, the original too: where weights lie in memory (those of a loaded "
     "checkpoint often start off a 64-byte boundary) can by itself change the bits of a float32 product."
 )
+
+_MEASURES = ("first", "first_share", "largest_share")
 
 
 @dataclass(frozen=True, repr=False)
@@ -91,7 +96,7 @@ class PaperArchitecture(Folder, Experiment):
         InputError
             If ``what`` is neither.
         """
-        return table_maker(what, {"arms": tables.arms, "layers": tables.layers})(self.arms)
+        return table_maker(what, {"arms": _arms, "layers": _layers})(self.arms)
 
     def headline(self) -> str:
         """The answer in one sentence."""
@@ -206,3 +211,83 @@ def _makers(source: Model, longest: int) -> tuple[dict[str, Callable[[Model], Mo
             f"{source.name} has no counterfactual: its heads are not grouped ({source.architecture.grouping}). {why}"
         )
     return makers, notes
+
+
+# --- tables
+
+
+def _arms(drifts: Mapping[str, Drift]) -> pd.DataFrame:
+    """One row per arm and kind of drift; the original is the first arm."""
+    original = next(iter(drifts.values()))
+    return pd.DataFrame([_arm(name, drift, original, of) for name, drift in drifts.items() for of in KINDS])
+
+
+def _arm(name: str, drift: Drift, original: Drift, of: str) -> dict[str, Any]:
+    found, reference = course(drift, of), course(original, of)
+    row: dict[str, Any] = {
+        "arm": name,
+        "of": of,
+        "model": drift.a.model,
+        "dtype": drift.a.dtype,
+        "grouping": grouping(drift.architecture),
+        "windows": windows(drift.architecture),
+        "prompts": len(drift.prompts),
+        "steps": int(drift.counted.sum()),
+        "same_numbers": same_numbers(drift, original),
+        "even_share": 1 / len(found.layers),
+        "largest_layer": found.largest_layer,
+        "last": float(found.mean[-1]),
+        "first_floor": float(found.floor_band[1][0]),
+        "last_floor": float(found.floor_band[1][-1]),
+    }
+    for measure in _MEASURES:
+        here, there = getattr(found, measure), getattr(reference, measure)
+        paired = change(here, there)
+        row |= {
+            measure: float(np.nanmean(here)) if not np.isnan(here).all() else float("nan"),
+            f"{measure}_change": paired.mean,
+            f"{measure}_change_low": paired.low,
+            f"{measure}_change_high": paired.high,
+            f"{measure}_p": paired.p,
+            f"{measure}_higher": paired.higher,
+            f"{measure}_lower": paired.lower,
+        }
+    return row
+
+
+def _layers(drifts: Mapping[str, Drift]) -> pd.DataFrame:
+    """One row per arm, kind of drift and layer."""
+    original = next(iter(drifts.values()))
+    rows = []
+    for name, drift in drifts.items():
+        for of in KINDS:
+            found = course(drift, of)
+            changes, adjusted = layer_changes(found, course(original, of))
+            columns = {
+                "layer": found.layers,
+                "value": found.mean,
+                "low": found.interval[0],
+                "high": found.interval[1],
+                "floor_low": found.floor_band[0],
+                "floor": found.floor_band[1],
+                "floor_high": found.floor_band[2],
+                "change": [paired.mean for paired in changes],
+                "change_low": [paired.low for paired in changes],
+                "change_high": [paired.high for paired in changes],
+                "p": [paired.p for paired in changes],
+                "p_holm": adjusted,
+            }
+            rows.append(pd.DataFrame({"arm": name, "of": of, **columns}))
+    return pd.concat(rows, ignore_index=True)
+
+
+def grouping(architecture: Architecture) -> str:
+    """Query heads to KV heads, as in ``GQA 9:3``."""
+    return f"{architecture.grouping} {architecture.n_heads}:{architecture.n_kv_heads}"
+
+
+def windows(architecture: Architecture) -> str:
+    """The windows, as in ``15 of 18 layers: 512``; ``none`` without one."""
+    found = [layer.window for layer in architecture.layers if layer.window is not None]
+    sizes = "/".join(str(size) for size in sorted(set(found)))
+    return f"{len(found)} of {architecture.n_layers} layers: {sizes}" if found else "none"

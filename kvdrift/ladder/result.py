@@ -125,6 +125,12 @@ class Ladder(Saved, Result):
         """The mean over prompts of `per_prompt`, with standard error, bootstrap interval and median."""
         return mean(self.per_prompt(arm, metric))
 
+    def rms_drift(self, arm: str) -> float:
+        """Root mean square over prompts of the drift after the last layer; NaN without a value."""
+        squares = self.per_prompt(arm, "drift") ** 2
+        known = squares[~np.isnan(squares)]
+        return math.sqrt(known.mean()) if known.size else math.nan
+
     def count(self, arm: str, metric: str = "flip") -> tuple[int, int, float]:
         """Flips or ties: counted steps with one, prompts with one, and the 95 % upper bound of the share of prompts."""
         if not self.rung(arm).ran or not self.counted.any():
@@ -178,7 +184,6 @@ class Ladder(Saved, Result):
         kl, head, l2 = (self.mean(rung.name, metric) for metric in ("kl", "kl_float32_head", "logit_l2"))
         flips, flip_prompts, flip_bound = self.count(rung.name, "flip")
         ties, tie_prompts, tie_bound = self.count(rung.name, "tie")
-        squared = mean(self.per_prompt(rung.name, "drift") ** 2)
         return {
             "arm": rung.name,
             "what": rung.what,
@@ -194,7 +199,7 @@ class Ladder(Saved, Result):
             "kl_float32_head_se": head.error,
             "logit_l2": l2.value,
             "logit_l2_se": l2.error,
-            "drift": math.sqrt(squared.value),
+            "drift": self.rms_drift(rung.name),
             "flips": flips,
             "flip_prompts": flip_prompts,
             "flip_bound": flip_bound,

@@ -14,6 +14,7 @@ from kvdrift.models.labels import PathInfo, Prompt
 from kvdrift.patching.recovery import Recovery, recovery
 from kvdrift.patching.spec import Cell
 from kvdrift.result import Result, Saved, makers_in, table_maker
+from kvdrift.statistics.measured import mean_finite
 
 SHARED_ROLES = ("unpatched", "re-roll", "full patch")
 """Arms that all cells share."""
@@ -198,8 +199,7 @@ class Outcomes(Saved, Result):
         of the same model share that round independently. NaN where it was not computed.
         """
         values = self.values("signature", role, cell)[:, self.counted(cell, steps)]
-        known = values[np.isfinite(values)]
-        return float(known.mean()) if known.size else float("nan")
+        return mean_finite(values)
 
     # --- the free-running outcome
 

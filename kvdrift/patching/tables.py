@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pandas as pd
 
 from kvdrift.patching.outcome import Outcomes
 from kvdrift.patching.spec import Cell
+from kvdrift.statistics.measured import mean_finite
 from kvdrift.statistics.multiplicity import holm
 
 _STEP_METRICS = ("logit_l2", "kl", "flip", "identical", "unchanged", "moved", "signature", "top1")
@@ -34,14 +34,14 @@ def cells(outcomes: Outcomes, metric: str = "logit_l2", steps: str = "after") ->
                 "recovery_written": outcomes.recovery(number, metric, "written").value,
                 "reference": found.reference,
                 "n": found.n,
-                "logit_l2": _mean(outcomes.distance("patched", number, steps=steps)),
-                "logit_l2_reference": _mean(outcomes.distance(found.reference, number, steps=steps)),
-                "logit_l2_unpatched": _mean(outcomes.distance("unpatched", number, steps=steps)),
+                "logit_l2": mean_finite(outcomes.distance("patched", number, steps=steps)),
+                "logit_l2_reference": mean_finite(outcomes.distance(found.reference, number, steps=steps)),
+                "logit_l2_unpatched": mean_finite(outcomes.distance("unpatched", number, steps=steps)),
                 "restored": outcomes.restored(number, steps),
                 "restored_written": outcomes.restored(number, "written"),
                 "flips": outcomes.flips(number, steps),
-                "followed": _mean(outcomes.followed("patched", number)),
-                "followed_unpatched": _mean(outcomes.followed("unpatched", number)),
+                "followed": mean_finite(outcomes.followed("patched", number)),
+                "followed_unpatched": mean_finite(outcomes.followed("unpatched", number)),
                 "free_recovery": free.value,
                 "trivial": outcomes.trivial(number, steps),
                 "trivial_written": outcomes.trivial(number, "written"),
@@ -85,8 +85,3 @@ def _place(cell: Cell) -> dict[str, object]:
         "schedule": " + ".join(schedule.kind for schedule in schedules),
         "step": schedules[0].first if len(schedules) == 1 and schedules[0].is_one_shot else None,
     }
-
-
-def _mean(values: np.ndarray) -> float:
-    known = values[np.isfinite(values)]
-    return float(known.mean()) if known.size else float("nan")

@@ -149,7 +149,7 @@ def rate_table(result: Evaluation) -> Table:
     )  # fmt: skip
     rows = []
     for c in result.conditions if result.records else ():
-        null, half = c.null, words.median_token(c)
+        null, half = c.null, c.incidence.median
         shares = () if null is None or null.refused else null.divergence
         rows.append([
             c.strategy, str(c.divergence.n), str(c.divergence.events), in_percent(c.divergence.value),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 
-import numpy as np
-
 from kvdrift import views
 from kvdrift.patching.factorial_result import EDGES, PAIRS, PLACEBOS, WHOLE, Factorial
 from kvdrift.report import parts
 from kvdrift.report.figures import View, draw, sort
 from kvdrift.report.parts import Column, Section, Table, Tile
+from kvdrift.statistics.measured import mean_finite
+from kvdrift.summaries import factorial as words
 from kvdrift.views.interventions import of_steps, size
 from kvdrift.words.numbers import number
 
@@ -36,7 +36,7 @@ def section(result: Factorial, id: str) -> Section:
         heading=f"{parts.subject(result.on)}: K/V state × kernel",
         what=f"{parts.subject(result.on)} · {result.on.label} and {result.off.label} · {size(result)}",
         tiles=tiles(result),
-        reading=parts.sentences(result.summary(), result.notes),
+        reading=words.sentences(result),
         notes=list(result.notes),
         figures=drawn,
         missing=missing,
@@ -51,8 +51,8 @@ def tiles(result: Factorial) -> list[Tile]:
     n = len(result.prompts)
     made = [Tile("prompts", str(n), f"{int(result.counted.sum()):,} counted steps")]
     for pair, (label, detail) in TILES.items():
-        same = of_steps(mean(result.per_prompt(pair, "identical")))
-        distance = number(mean(result.per_prompt(pair)))
+        same = of_steps(mean_finite(result.per_prompt(pair, "identical")))
+        distance = number(mean_finite(result.per_prompt(pair)))
         made.append(Tile(label, distance, f"logit L2, {detail}; bit-identical at {same} of steps"))
     return made
 
@@ -68,9 +68,9 @@ def pair_table(result: Factorial) -> Table:
         [
             pair,
             what[pair],
-            number(mean(result.per_prompt(pair))),
-            number(mean(result.per_prompt(pair, "kl"))),
-            of_steps(mean(result.per_prompt(pair, "identical"))),
+            number(mean_finite(result.per_prompt(pair))),
+            number(mean_finite(result.per_prompt(pair, "kl"))),
+            of_steps(mean_finite(result.per_prompt(pair, "identical"))),
         ]
         for pair in PAIRS
     ]
@@ -85,9 +85,3 @@ def prompt_table(result: Factorial) -> Table:
     whole = result.per_prompt(WHOLE)
     values = [[str(int(n)), number(float(whole[p]))] for p, n in enumerate(result.arrays["n_steps"])]
     return parts.prompt_table(result.prompts, (Column("steps"), Column("logit L2, both")), values)
-
-
-def mean(values: np.ndarray) -> float:
-    """Mean over the prompts that have a value."""
-    known = values[np.isfinite(values)]
-    return float(known.mean()) if known.size else float("nan")

@@ -71,13 +71,6 @@ def subject(path: PathInfo) -> str:
     return f"{model_name(path.model)} in {path.dtype}"
 
 
-def sentences(text: str, notes: Sequence[str]) -> list[str]:
-    """The lines of a summary without its headline and without the notes that end it; both stand elsewhere."""
-    lines = text.splitlines()
-    end = len(lines) - len("\n".join(notes).splitlines())
-    return [line.strip() for line in lines[1:end] if line.strip()]
-
-
 # --- prompts
 
 

@@ -17,8 +17,10 @@ from kvdrift.patching.result import PatchResult, Sweep
 from kvdrift.report import parts
 from kvdrift.report.figures import Figure, Missing, View, draw, sort
 from kvdrift.report.parts import Column, Section, Table, Tile
+from kvdrift.statistics.measured import mean_finite
 from kvdrift.statistics.resampling import MIN_PROMPTS
-from kvdrift.summaries import patch as words
+from kvdrift.summaries import patch
+from kvdrift.summaries import sweep as sweep_words
 from kvdrift.views.interventions import of_steps
 from kvdrift.words.numbers import count, number, signed, span
 
@@ -51,7 +53,7 @@ def patch_section(result: PatchResult, id: str) -> Section:
         draw(RECOVERY, f"{id}-recovery", partial(views.recovery, result)),
         draw(TEXTS, f"{id}-trajectories", partial(views.trajectories, result)),
     ]
-    return _section(result, id, "patch", result.summary(), tiles(result, 0), figures, 0)
+    return _section(result, id, "patch", patch.sentences(result), tiles(result, 0), figures, 0)
 
 
 def sweep_section(sweep: Sweep, id: str) -> Section:
@@ -63,11 +65,11 @@ def sweep_section(sweep: Sweep, id: str) -> Section:
         draw(CURVE, f"{id}-recovery_curve", partial(views.recovery_curve, sweep, shown)),
     ]
     heading = f"sweep of {count(len(sweep.cells), 'cell', thousands='')}"
-    return _section(sweep, id, heading, sweep.summary(), tiles(sweep, cell), figures, shown)
+    return _section(sweep, id, heading, sweep_words.sentences(sweep), tiles(sweep, cell), figures, shown)
 
 
 def _section(
-    result: Any, id: str, kind: str, text: str, made: list[Tile], figures: list[Figure | Missing], cell: int
+    result: Any, id: str, kind: str, reading: list[str], made: list[Tile], figures: list[Figure | Missing], cell: int
 ) -> Section:
     drawn, missing = sort(figures)
     direction = f"{result.recipient.label} ← {result.donor.label}"
@@ -76,7 +78,7 @@ def _section(
         heading=f"{parts.subject(result.recipient)}: {kind}, {direction}",
         what=_headline(result),
         tiles=made,
-        reading=parts.sentences(text, result.notes),
+        reading=reading,
         notes=list(result.notes),
         figures=drawn,
         missing=missing,
@@ -90,7 +92,7 @@ def _section(
 
 def _headline(result: Outcomes) -> str:
     """The summary's headline, without the folder that the model lies in."""
-    return words.headline(result).replace(result.recipient.model, model_name(result.recipient.model))
+    return patch.headline(result).replace(result.recipient.model, model_name(result.recipient.model))
 
 
 def best_cell(sweep: Sweep) -> int | None:
@@ -118,7 +120,7 @@ def tiles(result: Outcomes, cell: int | None) -> list[Tile]:
     label = "best recovery" if len(result.cells) > 1 else "recovery"
     interval = "" if math.isnan(found.low) else f"; 95 % interval {span(found.low, found.high, signed)}"
     total = float(result.arrays["n_steps"].mean())
-    followed = [_mean(result.followed(role, cell)) for role in ("patched", "unpatched")]
+    followed = [mean_finite(result.followed(role, cell)) for role in ("patched", "unpatched")]
     made = [first, Tile(label, signed(found.value), f"{name}{interval}")]
     if found.reference == "placebo":
         spread = found.spread
@@ -201,21 +203,21 @@ def arm_table(result: Outcomes, cell: int) -> Table:
     columns += [Column("distance, where written"), Column("restored, where written")] * ends
     rows = []
     for role in roles:
-        followed = _mean(result.followed(role, cell))
+        followed = mean_finite(result.followed(role, cell))
         row = [
-            words.NAMES.get(role, role),
+            patch.NAMES.get(role, role),
             str(len(result.find(role, cell))),
-            number(_mean(result.distance(role, cell))),
-            number(_mean(result.distance(role, cell, "kl"))),
+            number(mean_finite(result.distance(role, cell))),
+            number(mean_finite(result.distance(role, cell, "kl"))),
             of_steps(result.restored(cell, role=role)),
             str(result.flips(cell, role=role)),
             "not known" if math.isnan(followed) else f"{followed:.3g}",
         ]
         if signature:
-            value = _mean(result.values("signature", role, cell)[:, result.counted(cell)])
+            value = mean_finite(result.values("signature", role, cell)[:, result.counted(cell)])
             row.append(number(value, "not computed"))
         if ends:
-            row.append(number(_mean(result.distance(role, cell, steps="written"))))
+            row.append(number(mean_finite(result.distance(role, cell, steps="written"))))
             row.append(of_steps(result.restored(cell, "written", role)))
         rows.append(row)
     caption = (
@@ -249,8 +251,3 @@ def _short(found: Recovery) -> str:
     """A recovery and its interval in a few characters."""
     interval = "" if math.isnan(found.low) else f" ({span(found.low, found.high, signed)})"
     return f"{signed(found.value)}{interval}"
-
-
-def _mean(values: np.ndarray) -> float:
-    known = values[np.isfinite(values)]
-    return float(known.mean()) if known.size else math.nan

@@ -1,4 +1,4 @@
-"""Reductions over what was measured: NaN is left out, infinity counts."""
+"""Reductions over what was measured: NaN is left out, and infinity counts unless the name says otherwise."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,3 +23,9 @@ def quotient(numerator: NDArray[np.float64], denominator: NDArray[np.float64]) -
     """Return a quotient: x/0 is inf, 0/0 and inf/inf are NaN."""
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         return np.asarray(numerator / denominator)
+
+
+def mean_finite(x: NDArray[np.float64]) -> float:
+    """Return the mean of everything finite, NaN of nothing."""
+    known = x[np.isfinite(x)]
+    return float(known.mean()) if known.size else float("nan")

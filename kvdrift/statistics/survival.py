@@ -30,6 +30,11 @@ class Incidence:
     high: tuple[float, ...]
     horizon: int
 
+    @property
+    def median(self) -> int | None:
+        """The number of tokens by which half of all texts have diverged; None if they never have."""
+        return next((tokens for tokens, share in zip(self.tokens, self.value, strict=True) if share >= 0.5), None)
+
 
 def cumulative_incidence(steps: ArrayLike, horizon: int) -> Incidence:
     """Return the share of texts that have diverged by each number of tokens.

@@ -87,9 +87,9 @@ def as_dict(evaluation: Evaluation) -> dict[str, Any]:
 
 def cells(evaluation: Evaluation, condition: Condition) -> list[str]:
     """One row under `COLUMNS`."""
-    scored = _scored(condition)
+    scored = condition.scored
     null = condition.null
-    median = median_token(condition)
+    median = condition.incidence.median
     return [
         condition.strategy,
         in_percent(condition.accuracy_a.value) if scored else "–",
@@ -103,17 +103,6 @@ def cells(evaluation: Evaluation, condition: Condition) -> list[str]:
     ]
 
 
-def _scored(condition: Condition) -> bool:
-    """Whether both paths have answers."""
-    return condition.accuracy_a.n > 0 and condition.accuracy_b.n > 0
-
-
-def median_token(condition: Condition) -> int | None:
-    """The token by which half of all texts have parted, or None if they never have."""
-    incidence = condition.incidence
-    return next((t for t, parted in zip(incidence.tokens, incidence.value, strict=True) if parted >= 0.5), None)
-
-
 # --- the reading
 
 
@@ -123,7 +112,7 @@ def reading(evaluation: Evaluation) -> list[str]:
         return ["no item has run"]
     return [
         *(_rate(evaluation, condition) for condition in evaluation.conditions),
-        *(_direction(evaluation, condition) for condition in evaluation.conditions if _scored(condition)),
+        *(_direction(evaluation, condition) for condition in evaluation.conditions if condition.scored),
         *_overall(evaluation),
         *_gold(evaluation),
         *_null(evaluation),
@@ -132,7 +121,7 @@ def reading(evaluation: Evaluation) -> list[str]:
 
 def _rate(evaluation: Evaluation, condition: Condition) -> str:
     rate, null = condition.divergence, condition.null
-    median = median_token(condition)
+    median = condition.incidence.median
     half = "" if median is None else f", half of all texts by token {median}"
     said = (
         f"{condition.strategy}: {rate.events} of {rate.n} texts of {evaluation.b.label} leave those of "
@@ -182,7 +171,7 @@ def _direction(evaluation: Evaluation, condition: Condition) -> str:
 
 
 def _overall(evaluation: Evaluation) -> list[str]:
-    if len(evaluation.conditions) < 2 or not any(map(_scored, evaluation.conditions)):
+    if len(evaluation.conditions) < 2 or not any(condition.scored for condition in evaluation.conditions):
         return []
     found = evaluation.overall()
     said = (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,59 +17,73 @@ from kvdrift.words.numbers import plural
 COLUMNS = ("pair", "distance (centred logit L2)", "bit for bit equal", "what differs")
 
 
-def summary(result: Factorial) -> str:
-    """The four distances in words, beside the whole and the placebo factor."""
+def headline(result: Factorial) -> str:
+    """What was crossed, and over how much."""
     n, steps = len(result.prompts), int(result.counted.sum())
-    lines = [
+    return (
         f"{result.on.model} · {result.on.dtype} · K/V state × kernel · {n} {plural(n, 'prompt')}, "
-        f"{steps} {plural(steps, 'step')}",
-    ]
-    if not result.counted.any():
-        why = nothing_followed(result.arrays, result.provenance, result.notes)
-        return "\n".join([*lines, why, *other_notes(result.notes)])
-    for pair, what in {WHOLE: f"{result.on.label} against {result.off.label}", **EDGES, **PLACEBOS}.items():
-        distance, same = result.per_prompt(pair), result.per_prompt(pair, "identical")
-        lines.append(
-            f"{pair}: {np.nanmean(distance):.3g}, bit for bit equal at {np.nanmean(same):.0%} of steps ({what})"
-        )
-    whole = np.nanmean(result.per_prompt(WHOLE))
-    if whole == 0:
-        return "\n".join([*lines, "the two paths agree bit for bit at every step: there is nothing to explain"])
-    silent = [EDGES[pair] for pair in EDGES if np.nanmean(result.per_prompt(pair, "identical")) == 1]
-    lines += [f"this factor changes no bit: {what}" for what in silent]
-    placebo = max(np.nanmean(result.per_prompt(pair)) for pair in PLACEBOS)
-    lines.append(
-        f"one entry moved by one ulp scores {placebo:.3g} where the whole path scores {whole:.3g}: drift runs to a "
-        "plateau whatever sets it off, so these distances say what changes bits, not how much a factor owns"
-        if placebo > whole / 2
-        else f"one entry moved by one ulp scores {placebo:.3g}, the whole path {whole:.3g}"
+        f"{steps} {plural(steps, 'step')}"
     )
-    return "\n".join([*lines, *result.notes])
+
+
+def summary(result: Factorial) -> str:
+    """The distances in words, beside the whole and the placebo factor."""
+    return "\n".join([headline(result), *sentences(result), *_notes(result)])
 
 
 def html(result: Factorial) -> str:
     """The distances in a table, then the sentences of the summary."""
-    head, *rest = summary(result).splitlines()
-    if not result.counted.any():
-        return markup.block(head, markup.listing(rest))
-    pairs = {WHOLE: f"{result.on.label} against {result.off.label}", **EDGES, **PLACEBOS}
-    rows = [
-        (
-            pair,
-            f"{np.nanmean(result.per_prompt(pair)):.3g}",
-            f"{np.nanmean(result.per_prompt(pair, 'identical')):.0%}",
-            what,
-        )
-        for pair, what in pairs.items()
+    rest = markup.listing([*_reading(result), *_notes(result)])
+    return markup.block(headline(result), markup.table(_rows(result), COLUMNS), rest)
+
+
+def sentences(result: Factorial) -> list[str]:
+    """The summary without its headline and without notes."""
+    distances = [
+        f"{pair}: {distance}, bit for bit equal at {same} of steps ({what})"
+        for pair, distance, same, what in _rows(result)
     ]
-    return markup.block(head, markup.table(rows, COLUMNS), markup.listing(rest[len(rows) :]))
+    return [*distances, *_reading(result)]
+
+
+def _rows(result: Factorial) -> list[tuple[str, str, str, str]]:
+    """One row per pair under `COLUMNS`."""
+    pairs = {WHOLE: f"{result.on.label} against {result.off.label}", **EDGES, **PLACEBOS}
+    return [
+        (pair, f"{_mean(result, pair):.3g}", f"{_mean(result, pair, 'identical'):.0%}", what)
+        for pair, what in pairs.items()
+        if result.counted.any()
+    ]
+
+
+def _reading(result: Factorial) -> list[str]:
+    if not result.counted.any():
+        return [nothing_followed(result.arrays, result.provenance, result.notes)]
+    whole = _mean(result, WHOLE)
+    if whole == 0:
+        return ["the two paths agree bit for bit at every step: there is nothing to explain"]
+    placebo = max(_mean(result, pair) for pair in PLACEBOS)
+    return [
+        *(
+            f"this factor changes no bit: {what}"
+            for pair, what in EDGES.items()
+            if _mean(result, pair, "identical") == 1
+        ),
+        f"one entry moved by one ulp scores {placebo:.3g} where the whole path scores {whole:.3g}: drift runs to a "
+        "plateau whatever sets it off, so these distances say what changes bits, not how much a factor owns"
+        if placebo > whole / 2
+        else f"one entry moved by one ulp scores {placebo:.3g}, the whole path {whole:.3g}",
+    ]
+
+
+def _notes(result: Factorial) -> Sequence[str]:
+    if not result.counted.any():
+        return other_notes(result.notes)
+    return () if _mean(result, WHOLE) == 0 else result.notes
 
 
 def as_dict(result: Factorial) -> dict[str, Any]:
     """A factorial as plain data."""
-
-    def mean(pair: str, metric: str) -> float | None:
-        return np.nanmean(result.per_prompt(pair, metric)) if result.counted.any() else None
 
     return json_safe(
         {
@@ -77,8 +93,13 @@ def as_dict(result: Factorial) -> dict[str, Any]:
             "dtype": result.on.dtype,
             "prompts": len(result.prompts),
             "steps": result.arrays["n_steps"],
-            "pairs": {pair: {metric: mean(pair, metric) for metric in METRICS} for pair in PAIRS},
+            "pairs": {pair: {metric: _mean(result, pair, metric) for metric in METRICS} for pair in PAIRS},
             "notes": list(result.notes),
         },
         not_finite,
     )
+
+
+def _mean(result: Factorial, pair: str, metric: str = "logit_l2") -> float:
+    """Mean over prompts; NaN where no step counts."""
+    return float(np.nanmean(result.per_prompt(pair, metric))) if result.counted.any() else math.nan

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
-
 from kvdrift import markup
 from kvdrift.ladder.arms import ARMS, FLOOR, HALF
 from kvdrift.ladder.result import Ladder
@@ -82,18 +80,11 @@ def cells(ladder: Ladder, rung: Rung) -> list[str]:
         "0, bit-identical" if ladder.identical(rung.name) == 1 else number(kl.value),
         number(kl.error, ""),
         number(ladder.mean(rung.name, "logit_l2").value),
-        number(rms_drift(ladder, rung.name)),
+        number(ladder.rms_drift(rung.name)),
         str(ladder.count(rung.name, "flip")[0]),
         str(ladder.count(rung.name, "tie")[0]),
         percent(ladder.identical(rung.name), ""),
     ]
-
-
-def rms_drift(ladder: Ladder, arm: str) -> float:
-    """Root mean square over prompts of the drift after the last layer, as the table has it."""
-    squares = ladder.per_prompt(arm, "drift") ** 2
-    known = squares[~np.isnan(squares)]
-    return math.sqrt(known.mean()) if known.size else math.nan
 
 
 # --- the reading

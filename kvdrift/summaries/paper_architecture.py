@@ -7,9 +7,8 @@ import math
 import numpy as np
 
 from kvdrift.drift.result import Drift
-from kvdrift.experiments.architecture_numbers import Change, change, course, layer_changes, same_numbers
-from kvdrift.experiments.architecture_tables import grouping, windows
-from kvdrift.experiments.paper_architecture import PaperArchitecture
+from kvdrift.experiments.course import Change, change, course, layer_changes, same_numbers
+from kvdrift.experiments.paper_architecture import PaperArchitecture, grouping, windows
 from kvdrift.models.ending import nothing_followed
 from kvdrift.models.labels import model_name
 from kvdrift.statistics.resampling import MIN_PROMPTS

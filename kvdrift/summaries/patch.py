@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -42,9 +43,18 @@ def headline(result: Outcomes) -> str:
 
 def summary(result: PatchResult) -> str:
     """What one patch did, beside its controls."""
-    lines = [headline(result), f"patch: {result.cells[0].label}"]
+    return "\n".join([headline(result), *sentences(result), *_notes(result)])
+
+
+def _notes(result: PatchResult) -> Sequence[str]:
+    return result.notes if result.counted().any() else other_notes(result.notes)
+
+
+def sentences(result: PatchResult) -> list[str]:
+    """The summary without its headline and without notes."""
+    lines = [f"patch: {result.cells[0].label}"]
     if not result.counted().any():
-        return "\n".join([*lines, *_recovered(result, "written"), *reading(result), *other_notes(result.notes)])
+        return [*lines, *_recovered(result, "written"), *reading(result)]
     roles = dict.fromkeys(arm.role for arm in result.arms)
     distances = [f"{NAMES[role]} {_spread(result.distance(role))}" for role in roles]
     lines.append("mean distance to the donor after the first write (centred logit L2): " + "; ".join(distances))
@@ -59,7 +69,7 @@ def summary(result: PatchResult) -> str:
     if all(np.isfinite(x).all() for x in followed.values()):
         texts = [f"{NAMES[role]} {x.mean():.3g}" for role, x in followed.items()]
         lines.append(f"tokens in common with the donor, of {result.arrays['n_steps'].mean():.3g}: {', '.join(texts)}")
-    return "\n".join([*lines, *reading(result), *result.notes])
+    return [*lines, *reading(result)]
 
 
 def _recovered(result: Outcomes, steps: str) -> list[str]:
@@ -162,7 +172,8 @@ def nothing_written(result: Outcomes, cell: int = 0) -> str:
 
 def html(result: PatchResult) -> str:
     """One patch: every arm in a table, then the sentences of its summary."""
-    rest = [line for line in summary(result).splitlines()[1:] if not line.startswith("mean distance")]
+    said = [*sentences(result), *_notes(result)]
+    rest = [line for line in said if not line.startswith("mean distance")]
     spans = [span for span in (["written"] if result.ends() else []) + ["after"] if result.counted(steps=span).any()]
     if not spans:
         return markup.block(headline(result), markup.listing(rest))

@@ -20,17 +20,34 @@ from kvdrift.words.numbers import count
 
 def summary(sweep: Sweep) -> str:
     """The best cells of a sweep, and how they stand to the placebos."""
-    lines = [headline(sweep), f"{len(sweep.cells)} cells over {', '.join(sweep.over) or 'the patches given'}"]
+    return "\n".join([headline(sweep), *sentences(sweep), *_notes(sweep)])
+
+
+def html(sweep: Sweep) -> str:
+    """The same for Jupyter."""
+    return markup.block(headline(sweep), markup.listing([*sentences(sweep), *_notes(sweep)]))
+
+
+def _notes(sweep: Sweep) -> Sequence[str]:
+    return sweep.notes if _counts(sweep) else other_notes(sweep.notes)
+
+
+def _counts(sweep: Sweep) -> bool:
+    """Whether a step follows any cell's first write."""
+    return any(sweep.counted(cell).any() for cell in range(len(sweep.cells)))
+
+
+def sentences(sweep: Sweep) -> list[str]:
+    """The summary without its headline and without notes."""
+    lines = [f"{len(sweep.cells)} cells over {', '.join(sweep.over) or 'the patches given'}"]
     table = sweep.to_dataframe()
     known = table[table["recovery"].notna() & ~table["trivial"]]
     if known.empty:
-        counted = any(sweep.counted(cell).any() for cell in range(len(sweep.cells)))
-        first = min(cell.first for cell in sweep.cells)
         said = [*_best_written(sweep), *_trivial_written(table)]
-        if not counted:
-            return "\n".join([*lines, *said, nothing_after(sweep, first), *other_notes(sweep.notes)])
+        if not _counts(sweep):
+            return [*lines, *said, nothing_after(sweep, min(cell.first for cell in sweep.cells))]
         none = "no cell has a defined recovery: without a patch there is nothing to recover"
-        return "\n".join([*lines, none, *said, *sweep.notes])
+        return [*lines, none, *said]
     shown = [int(cell) for cell in sweep.best(3)["cell"] if not math.isnan(table["recovery"][cell])]
     lines += [f"{sweep.cells[cell].label}: {_cell(sweep, cell)}" for cell in shown]
     lines += _best_written(sweep, shown)
@@ -50,12 +67,7 @@ def summary(sweep: Sweep) -> str:
     trivial = int(table["trivial"].sum())
     if trivial:
         lines.append(f"{trivial} left out, 1 by construction: the donor's last residual is written at every step")
-    return "\n".join([*lines, *_trivial_written(table), *sweep.notes])
-
-
-def html(sweep: Sweep) -> str:
-    """The same for Jupyter."""
-    return markup.lines(summary(sweep))
+    return [*lines, *_trivial_written(table)]
 
 
 def as_dict(sweep: Sweep) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from plotly.subplots import make_subplots
 
 from kvdrift.evaluation.conditions import Condition
 from kvdrift.evaluation.result import Evaluation
-from kvdrift.summaries.evaluation import in_percent, median_token
+from kvdrift.summaries.evaluation import in_percent
 from kvdrift.views import takeaway_evaluation as takeaway
 from kvdrift.views.curves import band
 from kvdrift.views.theme import FLOOR_LINE, SERIES, lay_out, title_text
@@ -87,7 +87,7 @@ def null_incidence(evaluation: Evaluation, strategy: str) -> list[tuple[list[int
 
 def _heading(condition: Condition) -> str:
     """Three short lines, so that narrow panels do not run into each other."""
-    rate, half, null = condition.divergence, median_token(condition), condition.null
+    rate, half, null = condition.divergence, condition.incidence.median, condition.null
     lines = [f"{in_percent(rate.value)} of {rate.n} part, {'half never' if half is None else f'half by token {half}'}"]
     if null is not None and not null.refused:
         lines.append(f"re-rolls: {in_percent(min(null.divergence))} to {in_percent(max(null.divergence))}")
@@ -132,7 +132,7 @@ def _panel(
             "<br>%{customdata[2]}<br>%{customdata[3]}<extra></extra>",
         )
     )  # fmt: skip
-    half = median_token(condition)
+    half = condition.incidence.median
     if half is not None:
         traces.append(
             go.Scatter(

@@ -10,6 +10,7 @@ import pandas as pd
 from kvdrift.patching.factorial_result import PLACEBOS, WHOLE, Factorial
 from kvdrift.patching.outcome import Outcomes
 from kvdrift.patching.result import PatchResult
+from kvdrift.statistics.measured import mean_finite
 from kvdrift.views.interventions import recovery_words
 from kvdrift.words.numbers import number, signed
 
@@ -24,7 +25,7 @@ def patched(result: Outcomes, cell: int, metric: str = "logit_l2") -> str:
     if result.restored(cell) == 1:
         return f"The patch gives {donor} bit for bit at every step that follows"
     reference = result.reference(cell)
-    far = {role: _mean(result.distance(role, cell, metric)) for role in ("patched", "unpatched", reference)}
+    far = {role: mean_finite(result.distance(role, cell, metric)) for role in ("patched", "unpatched", reference)}
     rest = [f"{role} {number(far[role])}" for role in far if role != "patched"]
     found = result.recovery(cell, metric)
     if math.isnan(found.value):
@@ -79,11 +80,11 @@ def factorial(result: Factorial, metric: str = "logit_l2") -> str:
     """What one factor alone does, beside both and a one-ulp placebo; never as shares of a whole."""
     if not result.counted.any():
         return "No step follows the prompt, so there is nothing to compare"
-    whole = _mean(result.per_prompt(WHOLE, metric))
+    whole = mean_finite(result.per_prompt(WHOLE, metric))
     if whole == 0:
         return "Cache-ON and cache-OFF agree bit for bit at every step: there is no drift to take apart"
     kernel, state = (
-        _mean(np.stack([result.per_prompt(pair, metric) for pair in pairs]))
+        mean_finite(np.stack([result.per_prompt(pair, metric) for pair in pairs]))
         for pairs in (("y10-y00", "y01-y11"), ("y01-y00", "y10-y11"))
     )
     if kernel == 0 or state == 0:
@@ -95,7 +96,7 @@ def factorial(result: Factorial, metric: str = "logit_l2") -> str:
     moved = f"the kernel alone moves the logits by {number(kernel)}, K/V alone {number(state)}, both {number(whole)}"
     if metric == "kl":
         moved = f"KL is {number(kernel)} with the kernel changed, {number(state)} with K/V, {number(whole)} with both"
-    placebo = max(_mean(result.per_prompt(pair, metric)) for pair in PLACEBOS)
+    placebo = max(mean_finite(result.per_prompt(pair, metric)) for pair in PLACEBOS)
     if placebo > whole / 2:
         return f"One ulp in one entry does as much ({number(placebo)}): {moved}, so lengths do not divide the drift"
     return f"{moved[0].upper()}{moved[1:]}; one ulp in one entry {number(placebo)}"
@@ -128,8 +129,3 @@ def leaves(donor: tuple[int, ...], text: tuple[int, ...]) -> int | None:
         if donor[step : step + 1] != text[step : step + 1]:
             return step
     return None
-
-
-def _mean(values: np.ndarray) -> float:
-    known = values[np.isfinite(values)]
-    return float(known.mean()) if known.size else float("nan")

@@ -10,7 +10,7 @@ import torch
 import kvdrift as kd
 from kvdrift.drift.result import Drift
 from kvdrift.errors import FileError, InputError, ModelError
-from kvdrift.experiments.architecture_numbers import change, course, layer_changes, same_numbers
+from kvdrift.experiments.course import change, course, layer_changes, same_numbers
 from kvdrift.experiments.paper_architecture import ARMS, PaperArchitecture, paper_architecture
 from kvdrift.models.tiny import tiny
 from kvdrift.statistics.paired import N_PERMUTATIONS

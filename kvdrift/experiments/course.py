@@ -1,4 +1,4 @@
-"""The numbers of the architecture experiment: drift by layer of one arm, and paired differences over prompts. Pure."""
+"""The course of drift through the layers of one arm, and how two arms differ over the same prompts. Pure."""
 
 from __future__ import annotations
 

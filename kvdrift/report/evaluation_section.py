@@ -15,8 +15,8 @@ from kvdrift.report.parts import Column, Section, Table, Tile
 from kvdrift.statistics.resampling import MIN_PROMPTS
 from kvdrift.summaries import evaluation as words
 from kvdrift.summaries.evaluation import in_percent
-from kvdrift.views import takeaway_evaluation as takeaway
-from kvdrift.views.takeaway_evaluation import OUT, UNKNOWN, p_words
+from kvdrift.views.parts import takeaway_evaluation as takeaway
+from kvdrift.views.parts.takeaway_evaluation import OUT, UNKNOWN, p_words
 from kvdrift.words.numbers import number, points, span
 
 MAX_ITEMS = 200

@@ -11,7 +11,7 @@ from kvdrift.report.figures import View, draw, sort
 from kvdrift.report.parts import Column, Section, Table, Tile
 from kvdrift.statistics.measured import mean_finite
 from kvdrift.summaries import factorial as words
-from kvdrift.views.interventions import of_steps, size
+from kvdrift.views.parts.interventions import of_steps, size
 from kvdrift.words.numbers import number
 
 FIGURE = View(

@@ -12,7 +12,7 @@ from kvdrift.report import parts
 from kvdrift.report.figures import View, draw, sort
 from kvdrift.report.parts import Column, Section, Table, Tile
 from kvdrift.statistics.resampling import MIN_PROMPTS
-from kvdrift.views.words import counts
+from kvdrift.views.parts.labels import counts
 from kvdrift.words.numbers import number, percent, span
 
 FIGURE = View(

@@ -15,7 +15,7 @@ from kvdrift.report.figures import draw, sort
 from kvdrift.report.parts import Column, Group, Section, Table, Tile
 from kvdrift.report.patching_section import CURVE, RECOVERY
 from kvdrift.statistics.resampling import MIN_PROMPTS
-from kvdrift.views.interventions import of_steps, size
+from kvdrift.views.parts.interventions import of_steps, size
 from kvdrift.words.numbers import number, signed, span
 
 LASTING = "KV, persistent"

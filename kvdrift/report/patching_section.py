@@ -21,7 +21,7 @@ from kvdrift.statistics.measured import mean_finite
 from kvdrift.statistics.resampling import MIN_PROMPTS
 from kvdrift.summaries import patch
 from kvdrift.summaries import sweep as sweep_words
-from kvdrift.views.interventions import of_steps
+from kvdrift.views.parts.interventions import of_steps
 from kvdrift.words.numbers import count, number, signed, span
 
 MAX_CELLS = 1000

@@ -1,4 +1,4 @@
-"""Figures, one file each: result objects in, a `plotly.graph_objects.Figure` out; no model, and none shows it."""
+"""Figures, one file each: result objects in, a `plotly.graph_objects.Figure` out; no model, and nothing two share."""
 
 from kvdrift.views.accuracy import accuracy
 from kvdrift.views.agreement import agreement

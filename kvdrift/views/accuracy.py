@@ -14,10 +14,10 @@ from plotly.subplots import make_subplots
 from kvdrift.evaluation.conditions import Condition, Rate
 from kvdrift.evaluation.result import Evaluation
 from kvdrift.summaries.evaluation import in_percent
-from kvdrift.views import takeaway_evaluation as takeaway
-from kvdrift.views.takeaway_evaluation import OUT, UNKNOWN, WITHIN
-from kvdrift.views.theme import FLOOR, FLOOR_LINE, NOT_FINITE, PATH_A, PATH_B, SERIES, lay_out, title_text
-from kvdrift.views.words import escape
+from kvdrift.views.parts import takeaway_evaluation as takeaway
+from kvdrift.views.parts.labels import escape
+from kvdrift.views.parts.takeaway_evaluation import OUT, UNKNOWN, WITHIN
+from kvdrift.views.parts.theme import FLOOR, FLOOR_LINE, NOT_FINITE, PATH_A, PATH_B, SERIES, lay_out, title_text
 from kvdrift.words.numbers import interval, number, points
 
 ROW = 104  # pixels from one condition to the next

@@ -12,10 +12,10 @@ from plotly.subplots import make_subplots
 from kvdrift.evaluation.conditions import Condition
 from kvdrift.evaluation.result import Evaluation
 from kvdrift.summaries.evaluation import in_percent
-from kvdrift.views import takeaway_evaluation as takeaway
-from kvdrift.views.curves import band
-from kvdrift.views.theme import FLOOR_LINE, SERIES, lay_out, title_text
-from kvdrift.views.words import escape
+from kvdrift.views.parts import takeaway_evaluation as takeaway
+from kvdrift.views.parts.curves import band
+from kvdrift.views.parts.labels import escape
+from kvdrift.views.parts.theme import FLOOR_LINE, SERIES, lay_out, title_text
 from kvdrift.words.numbers import interval
 
 COLUMNS = 3

@@ -12,11 +12,11 @@ import plotly.graph_objects as go
 from kvdrift.errors import InputError
 from kvdrift.evaluation.records import Answer, ItemRecord, Trial
 from kvdrift.evaluation.result import Evaluation
-from kvdrift.views import takeaway_evaluation as takeaway
-from kvdrift.views.choices import menu
-from kvdrift.views.text_width import wrap
-from kvdrift.views.theme import NARROW, lay_out, title_text
-from kvdrift.views.words import escape, token_label
+from kvdrift.views.parts import takeaway_evaluation as takeaway
+from kvdrift.views.parts.choices import menu
+from kvdrift.views.parts.labels import escape, token_label
+from kvdrift.views.parts.text_width import wrap
+from kvdrift.views.parts.theme import NARROW, lay_out, title_text
 from kvdrift.words.numbers import number, plural
 
 MAX_TEXTS = 40  # pairs of texts held in one figure

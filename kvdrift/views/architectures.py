@@ -10,10 +10,10 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from kvdrift.experiments.paper_architecture import ARMS, PaperArchitecture
-from kvdrift.views.choices import whole_numbers
-from kvdrift.views.curves import LogAxis, band
-from kvdrift.views.theme import FLOOR, FLOOR_LINE, PATH_A, PATH_B, SERIES, lay_out, title_text
-from kvdrift.views.words import cell_text, counts, escape, versus
+from kvdrift.views.parts.choices import whole_numbers
+from kvdrift.views.parts.curves import LogAxis, band
+from kvdrift.views.parts.labels import cell_text, counts, escape, versus
+from kvdrift.views.parts.theme import FLOOR, FLOOR_LINE, PATH_A, PATH_B, SERIES, lay_out, title_text
 
 PANELS = {"drift": "accumulated drift", "local": "made by the layer alone (local drift)"}
 STYLES: dict[str, dict[str, Any]] = {

@@ -11,14 +11,14 @@ from plotly.subplots import make_subplots
 from kvdrift.errors import InputError
 from kvdrift.models.labels import model_name
 from kvdrift.patching.factorial_result import EDGES, PLACEBOS, WHOLE, Factorial
-from kvdrift.views import takeaway_patching as takeaway
-from kvdrift.views.choices import whole_numbers
-from kvdrift.views.curves import LogAxis
-from kvdrift.views.interventions import of_steps, size
-from kvdrift.views.step_curves import step_curve, step_traces, zero_words
-from kvdrift.views.text_width import wrap
-from kvdrift.views.theme import FLOOR_LINE, NARROW, PATH_A, PATH_B, SERIES, lay_out, title_text
-from kvdrift.views.words import escape
+from kvdrift.views.parts import takeaway_patching as takeaway
+from kvdrift.views.parts.choices import whole_numbers
+from kvdrift.views.parts.curves import LogAxis
+from kvdrift.views.parts.interventions import of_steps, size
+from kvdrift.views.parts.labels import escape
+from kvdrift.views.parts.step_curves import step_curve, step_traces, zero_words
+from kvdrift.views.parts.text_width import wrap
+from kvdrift.views.parts.theme import FLOOR_LINE, NARROW, PATH_A, PATH_B, SERIES, lay_out, title_text
 
 LINES: dict[str, dict[str, Any]] = {
     "both: the whole path": {"colour": SERIES[4], "width": 3.0, "shade": True},

@@ -9,10 +9,10 @@ import plotly.graph_objects as go
 from kvdrift.drift.result import Drift
 from kvdrift.errors import InputError
 from kvdrift.models.labels import model_name
-from kvdrift.views import takeaway
-from kvdrift.views.curves import LogAxis, curve, curve_traces
-from kvdrift.views.theme import SERIES, lay_out, title_text
-from kvdrift.views.words import cell_text, escape
+from kvdrift.views.parts import takeaway_drift as takeaway
+from kvdrift.views.parts.curves import LogAxis, curve, curve_traces
+from kvdrift.views.parts.labels import cell_text, escape
+from kvdrift.views.parts.theme import SERIES, lay_out, title_text
 from kvdrift.words.numbers import count
 
 

@@ -9,12 +9,12 @@ import numpy as np
 import plotly.graph_objects as go
 
 from kvdrift.drift.result import Drift
-from kvdrift.views import takeaway
-from kvdrift.views.choices import MAX_PROMPTS, menu, whole_numbers
-from kvdrift.views.curves import Curve, LogAxis, curve, curve_sites, curve_traces, floor_traces
-from kvdrift.views.local import Local, local
-from kvdrift.views.theme import PATH_A, SERIES, lay_out, title_text
-from kvdrift.views.words import cell_text, counts, escape, layer_kind, prompt_label, versus
+from kvdrift.views.parts import takeaway_drift as takeaway
+from kvdrift.views.parts.choices import MAX_PROMPTS, menu, whole_numbers
+from kvdrift.views.parts.curves import Curve, LogAxis, curve, curve_sites, curve_traces, floor_traces
+from kvdrift.views.parts.labels import cell_text, counts, escape, layer_kind, prompt_label, versus
+from kvdrift.views.parts.local_drift import Local, local
+from kvdrift.views.parts.theme import PATH_A, SERIES, lay_out, title_text
 from kvdrift.words.numbers import count, times
 
 LOCAL = SERIES[2]

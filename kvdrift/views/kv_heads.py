@@ -12,11 +12,11 @@ from kvdrift.drift.result import Drift
 from kvdrift.drift.tables import head_exists
 from kvdrift.errors import SiteError
 from kvdrift.models.sites import HEAD_SITES
-from kvdrift.views import takeaway
-from kvdrift.views.choices import budget, check_prompt, prompt_menu, slider, stride_note, whole_numbers
-from kvdrift.views.scale import Scale
-from kvdrift.views.theme import SLIDER, lay_out, title_text
-from kvdrift.views.words import cell_text, counts, escape, layer_kinds, prompt_label, step_texts, versus
+from kvdrift.views.parts import takeaway_drift as takeaway
+from kvdrift.views.parts.choices import budget, check_prompt, prompt_menu, slider, stride_note, whole_numbers
+from kvdrift.views.parts.labels import cell_text, counts, escape, layer_kinds, prompt_label, step_texts, versus
+from kvdrift.views.parts.scale import Scale
+from kvdrift.views.parts.theme import SLIDER, lay_out, title_text
 
 NAMES = {"q": "Q, per query head", "k": "K, per KV head", "v": "V, per KV head", "z": "z, per query head"}
 

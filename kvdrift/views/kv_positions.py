@@ -10,11 +10,11 @@ from plotly.subplots import make_subplots
 
 from kvdrift.drift.result import Drift
 from kvdrift.errors import InputError, SiteError
-from kvdrift.views import takeaway
-from kvdrift.views.choices import budget, check_prompt, prompt_menu, slider, stride_note, whole_numbers
-from kvdrift.views.scale import Scale
-from kvdrift.views.theme import BOUNDARY, FLIP, PATH_A, SLIDER, lay_out, title_text
-from kvdrift.views.words import cell_text, cell_texts, escape, prompt_label, token_label, versus
+from kvdrift.views.parts import takeaway_drift as takeaway
+from kvdrift.views.parts.choices import budget, check_prompt, prompt_menu, slider, stride_note, whole_numbers
+from kvdrift.views.parts.labels import cell_text, cell_texts, escape, prompt_label, token_label, versus
+from kvdrift.views.parts.scale import Scale
+from kvdrift.views.parts.theme import BOUNDARY, FLIP, PATH_A, SLIDER, lay_out, title_text
 
 SITES = ("k", "v")
 

@@ -14,9 +14,9 @@ import plotly.graph_objects as go
 from kvdrift.errors import InputError
 from kvdrift.ladder.result import Ladder
 from kvdrift.models.labels import model_name
-from kvdrift.views.curves import LogAxis
-from kvdrift.views.theme import FLOOR_LINE, IDENTICAL, NOT_FINITE, PATH_A, PATH_B, SERIES, lay_out, title_text
-from kvdrift.views.words import escape
+from kvdrift.views.parts.curves import LogAxis
+from kvdrift.views.parts.labels import escape
+from kvdrift.views.parts.theme import FLOOR_LINE, IDENTICAL, NOT_FINITE, PATH_A, PATH_B, SERIES, lay_out, title_text
 from kvdrift.words.numbers import number, percent, plural
 
 GROUPS = {

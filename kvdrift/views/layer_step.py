@@ -12,11 +12,9 @@ from kvdrift.drift.metrics import SITE_METRICS
 from kvdrift.drift.result import Drift
 from kvdrift.drift.tables import local_on_layers
 from kvdrift.errors import InputError, SiteError
-from kvdrift.views import takeaway
-from kvdrift.views.choices import budget, check_prompt, menu, prompt_menu, stride_note, whole_numbers
-from kvdrift.views.scale import Scale
-from kvdrift.views.theme import lay_out, title_text
-from kvdrift.views.words import (
+from kvdrift.views.parts import takeaway_drift as takeaway
+from kvdrift.views.parts.choices import budget, check_prompt, menu, prompt_menu, stride_note, whole_numbers
+from kvdrift.views.parts.labels import (
     METRICS_SHORT,
     cell_text,
     cell_texts,
@@ -26,6 +24,8 @@ from kvdrift.views.words import (
     step_texts,
     versus,
 )
+from kvdrift.views.parts.scale import Scale
+from kvdrift.views.parts.theme import lay_out, title_text
 
 
 def layer_step(

@@ -8,11 +8,11 @@ from plotly.subplots import make_subplots
 
 from kvdrift.drift.result import Drift
 from kvdrift.errors import InputError
-from kvdrift.views import takeaway
-from kvdrift.views.choices import whole_numbers
-from kvdrift.views.curves import LogAxis, curve, curve_traces, floor_traces
-from kvdrift.views.theme import FLIP, PATH_A, PATH_B, lay_out, title_text
-from kvdrift.views.words import cell_text, counts, escape, prompt_label, versus
+from kvdrift.views.parts import takeaway_drift as takeaway
+from kvdrift.views.parts.choices import whole_numbers
+from kvdrift.views.parts.curves import LogAxis, curve, curve_traces, floor_traces
+from kvdrift.views.parts.labels import cell_text, counts, escape, prompt_label, versus
+from kvdrift.views.parts.theme import FLIP, PATH_A, PATH_B, lay_out, title_text
 
 
 def precision(drift: Drift, *, site: str = "resid_post", dark: bool = False) -> go.Figure:

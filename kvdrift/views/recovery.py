@@ -12,9 +12,9 @@ from kvdrift.errors import InputError
 from kvdrift.patching import tables
 from kvdrift.patching.outcome import Outcomes
 from kvdrift.patching.recovery import Recovery
-from kvdrift.views import takeaway_patching as takeaway
-from kvdrift.views.choices import menu
-from kvdrift.views.interventions import (
+from kvdrift.views.parts import takeaway_patching as takeaway
+from kvdrift.views.parts.choices import menu
+from kvdrift.views.parts.interventions import (
     DISTANCES,
     UNDEFINED,
     cell_schedule,
@@ -25,10 +25,10 @@ from kvdrift.views.interventions import (
     recovery_words,
     size,
 )
-from kvdrift.views.recovery_points import Point, points
-from kvdrift.views.sweep_axes import Axis, Grid, arrange, names
-from kvdrift.views.theme import lay_out, title_text
-from kvdrift.views.words import escape
+from kvdrift.views.parts.labels import escape
+from kvdrift.views.parts.recovery_points import Point, points
+from kvdrift.views.parts.sweep_axes import Axis, Grid, arrange, names
+from kvdrift.views.parts.theme import lay_out, title_text
 from kvdrift.words.numbers import number, plural, signed
 
 DIVERGING = [[0, "#8f4300"], [0.25, "#e0913f"], [0.5, "#f4f3ef"], [0.75, "#5fa3d9"], [1, "#0b4f8f"]]

@@ -9,10 +9,10 @@ import numpy as np
 import plotly.graph_objects as go
 
 from kvdrift.patching.outcome import Outcomes
-from kvdrift.views import takeaway_patching as takeaway
-from kvdrift.views.choices import menu, whole_numbers
-from kvdrift.views.curves import LogAxis
-from kvdrift.views.interventions import (
+from kvdrift.views.parts import takeaway_patching as takeaway
+from kvdrift.views.parts.choices import menu, whole_numbers
+from kvdrift.views.parts.curves import LogAxis
+from kvdrift.views.parts.interventions import (
     ARM_COLOURS,
     ARM_NAMES,
     DISTANCES,
@@ -23,9 +23,9 @@ from kvdrift.views.interventions import (
     size,
     written_spans,
 )
-from kvdrift.views.step_curves import StepCurve, step_band, step_curve, step_traces, zero_words
-from kvdrift.views.theme import FLOOR, PATH_A, lay_out, title_text
-from kvdrift.views.words import escape
+from kvdrift.views.parts.labels import escape
+from kvdrift.views.parts.step_curves import StepCurve, step_band, step_curve, step_traces, zero_words
+from kvdrift.views.parts.theme import FLOOR, PATH_A, lay_out, title_text
 
 MAX_CELLS = 40  # cells up to which a dropdown offers them all
 HIDDEN = ("one ulp", "re-rolled patched", "float32 donor")  # one click on the legend away

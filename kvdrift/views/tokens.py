@@ -11,11 +11,11 @@ from plotly.subplots import make_subplots
 
 from kvdrift.drift.result import Drift
 from kvdrift.errors import SiteError
-from kvdrift.views import takeaway
-from kvdrift.views.choices import MAX_PROMPTS, check_prompt, prompt_menu, whole_numbers
-from kvdrift.views.curves import LogAxis
-from kvdrift.views.theme import FLIP, PATH_A, PATH_B, lay_out, title_text
-from kvdrift.views.words import cell_text, prompt_label, step_texts, token_label, versus
+from kvdrift.views.parts import takeaway_drift as takeaway
+from kvdrift.views.parts.choices import MAX_PROMPTS, check_prompt, prompt_menu, whole_numbers
+from kvdrift.views.parts.curves import LogAxis
+from kvdrift.views.parts.labels import cell_text, prompt_label, step_texts, token_label, versus
+from kvdrift.views.parts.theme import FLIP, PATH_A, PATH_B, lay_out, title_text
 from kvdrift.words.numbers import number
 
 LINE_HEIGHT = 58  # pixels for the two rows of one line

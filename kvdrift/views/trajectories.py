@@ -10,11 +10,11 @@ import plotly.graph_objects as go
 
 from kvdrift.errors import InputError
 from kvdrift.patching.result import PatchResult
-from kvdrift.views import takeaway_patching as takeaway
-from kvdrift.views.choices import MAX_PROMPTS, check_prompt, prompt_menu
-from kvdrift.views.interventions import into
-from kvdrift.views.theme import FLIP, PATH_A, lay_out, title_text
-from kvdrift.views.words import escape, prompt_label, token_label
+from kvdrift.views.parts import takeaway_patching as takeaway
+from kvdrift.views.parts.choices import MAX_PROMPTS, check_prompt, prompt_menu
+from kvdrift.views.parts.interventions import into
+from kvdrift.views.parts.labels import escape, prompt_label, token_label
+from kvdrift.views.parts.theme import FLIP, PATH_A, lay_out, title_text
 
 LINE_HEIGHT = 84  # pixels for the three rows of one line
 MAX_LINES = 12

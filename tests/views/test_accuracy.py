@@ -5,7 +5,8 @@ import pytest
 
 from kvdrift.errors import InputError
 from kvdrift.evaluation.conditions import NullNumbers
-from kvdrift.views import accuracy, takeaway_evaluation
+from kvdrift.views import accuracy
+from kvdrift.views.parts import takeaway_evaluation
 
 
 def plain(fig):

@@ -6,7 +6,7 @@ import pytest
 from kvdrift.errors import InputError
 from kvdrift.views import answers
 from kvdrift.views.answers import MAX_TEXTS, PREFIX_LINES, TEXT_LINES, WIDTH
-from kvdrift.views.words import token_label
+from kvdrift.views.parts.labels import token_label
 
 
 def boxes(fig, entry=0):

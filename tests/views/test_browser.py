@@ -11,7 +11,7 @@ from plotly.offline import get_plotlyjs
 
 from kvdrift import views
 from kvdrift.experiments import PaperArchitecture
-from kvdrift.views.theme import apply
+from kvdrift.views.parts.theme import apply
 
 pytestmark = pytest.mark.browser
 

@@ -3,7 +3,7 @@ import pytest
 
 from kvdrift.errors import SiteError
 from kvdrift.views import growth
-from kvdrift.views.curves import curve
+from kvdrift.views.parts.curves import curve
 
 
 def by_layer(drift, column, site="resid_post"):

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from kvdrift.errors import InputError, SiteError
-from kvdrift.views import choices, kv_positions
+from kvdrift.views import kv_positions
 from kvdrift.views.kv_positions import _outline
+from kvdrift.views.parts import choices
 
 
 def expected(drift, prompt, site, step, head=None):

@@ -2,8 +2,9 @@ import numpy as np
 import pytest
 
 from kvdrift.errors import InputError, SiteError
-from kvdrift.views import choices, layer_step
-from kvdrift.views.scale import Scale
+from kvdrift.views import layer_step
+from kvdrift.views.parts import choices
+from kvdrift.views.parts.scale import Scale
 
 
 def cells(drift, site, metric, prompt):

@@ -7,8 +7,8 @@ import pytest
 from kvdrift.errors import InputError
 from kvdrift.patching.spec import Cell, Patch
 from kvdrift.views import recovery
-from kvdrift.views.interventions import signed
-from kvdrift.views.recovery_points import Point, points
+from kvdrift.views.parts.interventions import signed
+from kvdrift.views.parts.recovery_points import Point, points
 from kvdrift.words.numbers import number
 
 NAN = float("nan")

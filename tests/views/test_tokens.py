@@ -3,7 +3,7 @@ import pytest
 
 from kvdrift.errors import SiteError
 from kvdrift.views import tokens
-from kvdrift.views.words import token_label
+from kvdrift.views.parts.labels import token_label
 
 
 def shown(fig, name):

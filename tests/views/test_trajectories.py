@@ -4,7 +4,7 @@ import pytest
 from kvdrift.errors import InputError
 from kvdrift.patching.spec import Patch
 from kvdrift.views import trajectories
-from kvdrift.views.words import token_label
+from kvdrift.views.parts.labels import token_label
 
 ARMS = ("donor", "unpatched", "patched")
 

@@ -14,9 +14,9 @@ from kvdrift.drift.layout import RESIDUAL_SITES
 from kvdrift.drift.result import Drift
 from kvdrift.errors import SiteError
 from kvdrift.statistics.resampling import bootstrap_interval
-from kvdrift.views.scale import log_ticks
-from kvdrift.views.theme import FLOOR, FLOOR_LINE, NOT_FINITE
-from kvdrift.views.words import cell_text, layer_kinds
+from kvdrift.views.parts.labels import cell_text, layer_kinds
+from kvdrift.views.parts.scale import log_ticks
+from kvdrift.views.parts.theme import FLOOR, FLOOR_LINE, NOT_FINITE
 from kvdrift.words.numbers import plural
 
 BAND_LIMIT = 20  # floor curves up to which the band shows their whole range

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from kvdrift.views.words import cell_text, counts, escape, prompt_label, step_texts, token_label, versus
+from kvdrift.views.parts.labels import cell_text, counts, escape, prompt_label, step_texts, token_label, versus
 
 
 @pytest.mark.parametrize(

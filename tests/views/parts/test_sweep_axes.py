@@ -1,7 +1,7 @@
 import pytest
 
 from kvdrift.patching.spec import Cell, Patch, as_cell
-from kvdrift.views.sweep_axes import Grid, Row, arrange, names
+from kvdrift.views.parts.sweep_axes import Grid, Row, arrange, names
 
 
 def laid_out(made, cells):

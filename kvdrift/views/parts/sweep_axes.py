@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from kvdrift.patching.outcome import Outcomes
-from kvdrift.views.interventions import cell_schedule
+from kvdrift.views.parts.interventions import cell_schedule
 
 NUMBERED = ("layer", "head", "position", "step")
 TITLES = {

@@ -13,8 +13,8 @@ from typing import Any
 import plotly.graph_objects as go
 import plotly.io as pio
 
-from kvdrift.views.text_width import width, wrap
-from kvdrift.views.words import escape
+from kvdrift.views.parts.labels import escape
+from kvdrift.views.parts.text_width import width, wrap
 
 IDENTICAL = "#a3aab4"  # exact zeros: bit-identical
 NOT_FINITE = "#e5484d"  # NaN or infinity where a number was expected

@@ -9,7 +9,7 @@ import numpy as np
 from kvdrift.drift import findings, peaks
 from kvdrift.drift.result import Drift
 from kvdrift.models.labels import model_name
-from kvdrift.views.curves import curve
+from kvdrift.views.parts.curves import curve
 from kvdrift.words.numbers import number, times
 
 _WHERE = {"attn": "'s attention", "mlp": "'s MLP"}

@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 
-from kvdrift.views.curves import LogAxis
-from kvdrift.views.step_curves import step_band, step_curve, step_traces, zero_words
-from kvdrift.views.theme import IDENTICAL, NOT_FINITE
+from kvdrift.views.parts.curves import LogAxis
+from kvdrift.views.parts.step_curves import step_band, step_curve, step_traces, zero_words
+from kvdrift.views.parts.theme import IDENTICAL, NOT_FINITE
 
 VALUES = np.array([[0.0, 2.0, 8.0, np.nan], [0.0, 4.0, np.nan, np.nan], [0.0, 9.0, 2.0, np.nan]])
 RAN = np.array([[True, True, True, False], [True, True, False, False], [True, True, True, False]])

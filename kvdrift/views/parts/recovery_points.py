@@ -10,10 +10,10 @@ import numpy as np
 import plotly.graph_objects as go
 
 from kvdrift.patching.recovery import Recovery
-from kvdrift.views.interventions import ARM_COLOURS, UNDEFINED
-from kvdrift.views.sweep_axes import Axis
-from kvdrift.views.theme import BOUNDARY, FLOOR, NOT_FINITE, lay_out
-from kvdrift.views.words import escape
+from kvdrift.views.parts.interventions import ARM_COLOURS, UNDEFINED
+from kvdrift.views.parts.labels import escape
+from kvdrift.views.parts.sweep_axes import Axis
+from kvdrift.views.parts.theme import BOUNDARY, FLOOR, NOT_FINITE, lay_out
 from kvdrift.words.numbers import signed
 
 LEFT = -1.0  # smaller values are drawn here

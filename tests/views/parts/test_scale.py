@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from kvdrift.views.scale import Scale, log_ticks
-from kvdrift.views.theme import IDENTICAL, NOT_FINITE
+from kvdrift.views.parts.scale import Scale, log_ticks
+from kvdrift.views.parts.theme import IDENTICAL, NOT_FINITE
 
 
 def colour_at(scale: Scale, z: float) -> str:

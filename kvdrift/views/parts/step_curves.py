@@ -9,9 +9,9 @@ import numpy as np
 import plotly.graph_objects as go
 
 from kvdrift.statistics.resampling import bootstrap_interval
-from kvdrift.views.curves import LogAxis
-from kvdrift.views.theme import IDENTICAL, NOT_FINITE
-from kvdrift.views.words import cell_text
+from kvdrift.views.parts.curves import LogAxis
+from kvdrift.views.parts.labels import cell_text
+from kvdrift.views.parts.theme import IDENTICAL, NOT_FINITE
 
 
 @dataclass(frozen=True)

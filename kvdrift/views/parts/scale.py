@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from plotly.colors import get_colorscale
 
-from kvdrift.views.theme import IDENTICAL, NOT_FINITE
-from kvdrift.views.words import METRICS, decade
+from kvdrift.views.parts.labels import METRICS, decade
+from kvdrift.views.parts.theme import IDENTICAL, NOT_FINITE
 
 RARE = 0.01  # share of the smallest values that may share the lowest colour
 BAND = 0.06  # height of a special block, as a share of the scale's height

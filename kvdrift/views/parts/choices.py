@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from kvdrift.errors import InputError
-from kvdrift.views.words import Prompted, escape, prompt_label
+from kvdrift.views.parts.labels import Prompted, escape, prompt_label
 from kvdrift.words.numbers import count
 
 MAX_CELLS = 200_000  # numbers drawn or held ready in one figure

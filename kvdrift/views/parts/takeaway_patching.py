@@ -11,7 +11,7 @@ from kvdrift.patching.factorial_result import PLACEBOS, WHOLE, Factorial
 from kvdrift.patching.outcome import Outcomes
 from kvdrift.patching.result import PatchResult
 from kvdrift.statistics.measured import mean_finite
-from kvdrift.views.interventions import recovery_words
+from kvdrift.views.parts.interventions import recovery_words
 from kvdrift.words.numbers import number, signed
 
 

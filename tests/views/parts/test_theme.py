@@ -3,9 +3,9 @@
 import plotly.graph_objects as go
 import pytest
 
-from kvdrift.views.choices import menu
-from kvdrift.views.text_width import width, wrap
-from kvdrift.views.theme import EDGE, LEGEND, LINE, NARROW, SUBTITLE, TITLE, lay_out, title_text
+from kvdrift.views.parts.choices import menu
+from kvdrift.views.parts.text_width import width, wrap
+from kvdrift.views.parts.theme import EDGE, LEGEND, LINE, NARROW, SUBTITLE, TITLE, lay_out, title_text
 
 LONG = "A takeaway that goes on and on about layers, steps, prompts and the floor of rounding beneath all of them"
 

@@ -12,7 +12,7 @@ from kvdrift.patching.outcome import Outcomes
 from kvdrift.patching.recovery import Recovery
 from kvdrift.patching.schedule import Schedule
 from kvdrift.patching.spec import Cell
-from kvdrift.views.theme import FLOOR_LINE, PATH_A, PATH_B, SERIES
+from kvdrift.views.parts.theme import FLOOR_LINE, PATH_A, PATH_B, SERIES
 from kvdrift.words.numbers import count, percent, plural, signed, span
 
 PLACEBO_WORDS = "placebo: noise of equal norm"

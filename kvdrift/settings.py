@@ -77,6 +77,18 @@ def settings_of(thing: Any) -> Any:
     return _told(thing, ())
 
 
+def attributes_of(thing: Any) -> dict[str, Any]:
+    """The settings of ``thing`` by its class and attributes alone, for a ``settings()`` that says no more.
+
+    Examples
+    --------
+    >>> import kvdrift as kd
+    >>> attributes_of(kd.ReRoll(3))["seed"]
+    3
+    """
+    return dict(_object(thing, (id(thing),)))
+
+
 def untold(settings: Any) -> str | None:
     """Where some settings hold what cannot be told from another thing, and what it is; None if nowhere.
 

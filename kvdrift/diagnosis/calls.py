@@ -9,13 +9,13 @@ from torch import Tensor
 
 from kvdrift.diagnosis import attention_witness, visibility
 from kvdrift.diagnosis.declared import breach, covers_eviction, evicted, loses
-from kvdrift.diagnosis.design import declared_loss
 from kvdrift.diagnosis.evidence import Evidence, Excuse, Finding
 from kvdrift.diagnosis.locate import cache_update, place
 from kvdrift.diagnosis.lockstep import Moment
 from kvdrift.diagnosis.observe import Call, Snapshot
 from kvdrift.paths.loss import Declared, said
 from kvdrift.paths.path import Path
+from kvdrift.paths.variants import declared_loss
 
 if TYPE_CHECKING:
     from kvdrift.models.model import Model

@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from kvdrift.models.rope import changes_after, extends, rope_switch
-from kvdrift.paths.cache_off import CacheOff
-from kvdrift.paths.cache_on import CacheOn
-from kvdrift.paths.loss import Dropped, as_losses
+from kvdrift.paths.capabilities import left_padding, stateless
 from kvdrift.paths.path import Path
-from kvdrift.paths.prefix import Prefix
+from kvdrift.paths.variants import begins_filled, drafts, manner, prefill_chunk, rewinds
 
 if TYPE_CHECKING:
     from kvdrift.models.model import Model
@@ -90,7 +88,7 @@ class Case:
     @property
     def between_manners(self) -> bool:
         """Whether it holds two manners of calling the model against each other, rather than cache-ON and cache-OFF."""
-        return self.b is not None and getattr(self.a, "call", None) != getattr(self.b, "call", None)
+        return self.b is not None and manner(self.a) != manner(self.b)
 
     @property
     def given(self) -> bool:
@@ -114,7 +112,7 @@ class Case:
     @property
     def first_pass(self) -> int:
         """How many tokens of the prompt the first pass consumes."""
-        chunk = getattr(self.a, "prefill_chunk", None)
+        chunk = prefill_chunk(self.a)
         first = chunk[0] if isinstance(chunk, tuple) else chunk
         return min(first, len(self.prompt)) if isinstance(first, int) else len(self.prompt)
 
@@ -137,7 +135,7 @@ def default_cases(model: Model, a: Path, seed: int = 0) -> list[Case]:
     model
         The model under test.
     a
-        The path under test. Only a `CacheOn` can be run in chunks, left-padded, over several tokens and cropped.
+        The path under test; it is run in chunks, left-padded, over several tokens and cropped where it can be.
     seed
         Decides the tokens.
 
@@ -190,17 +188,18 @@ def left_out(model: Model, a: Path) -> dict[str, str]:
     {'chunked prefill': 'cache-OFF has no cache', 'left padding': 'cache-OFF has no cache', 'crop': 'cache-OFF has \
 no cache'}
     """
-    if not isinstance(a, CacheOn):
-        why = f"{a.label} has no cache" if isinstance(a, CacheOff) else f"{a.label} takes no such arguments"
-        return dict.fromkeys(("chunked prefill", "left padding", "crop"), why)
-    make = _Maker(model, a, 0)
-    refused = {}
-    if a.begins_filled:
+    make, refused = _Maker(model, a, 0), {}
+    why = f"{a.label} has no cache" if stateless(a) else f"{a.label} takes no such arguments"
+    if a.varied(prefill_chunk=1) is None:
+        refused["chunked prefill"] = why
+    if begins_filled(a):
         refused["left padding"] = "a saved prefix begins at position 0"
-    elif not make.padded:
+    elif a.varied(left_padding=PADDING) is None:
+        refused["left padding"] = why
+    elif make.padded is None:
         refused["left padding"] = "the model has no positions that count from the first real token"
     if not make.croppable:
-        refused["crop"] = "the cache cannot be cropped"
+        refused["crop"] = "the cache cannot be cropped" if drafts(a) else why
     return refused
 
 
@@ -229,16 +228,6 @@ DRAFTS_AT_A_WINDOW = (Pass(3, 2), Pass(5, 5), Pass(), Pass(2, 1), Pass(5, 2), Pa
 """Into a window from two tokens before it, back out of it, and beyond."""
 
 
-def _croppable(model: Model, a: CacheOn) -> bool:
-    """Whether an empty cache of this path says that it can be cropped; one that says nothing can."""
-    prefix = a.prefix.cache if isinstance(a.prefix, Prefix) else None
-    cache = prefix if prefix is not None else a.cache() if a.cache is not None else model.backend.new_cache()
-    losses = as_losses(a.lossy)
-    lost = () if losses is None or isinstance(losses, str) else losses
-    gone = any(isinstance(loss, Dropped) for loss in lost)  # entries that a crop would need again
-    return bool(getattr(cache, "is_croppable", True)) and not gone
-
-
 class _Maker:
     """Makes cases of seeded random tokens."""
 
@@ -248,9 +237,10 @@ class _Maker:
         self.windows = sorted({info.window for info in model.architecture.layers if info.window and info.window > 2})
         placed = model.backend.takes_positions or model.architecture.positional == "alibi"
         blocks = any("compressed" in info.attention for info in model.architecture.layers)  # counted from the padding
-        filled = isinstance(a, CacheOn) and a.begins_filled  # from position 0 on
-        self.padded = model.architecture.n_heads > 0 and placed and not blocks and not filled
-        self.croppable = isinstance(a, CacheOn) and _croppable(model, a)
+        filled = begins_filled(a)  # from position 0 on
+        fits = model.architecture.n_heads > 0 and placed and not blocks and not filled
+        self.padded = a.varied(left_padding=left_padding(a) + PADDING) if fits else None
+        self.drafted, self.croppable = drafts(a), rewinds(a, model)
         self._generator = torch.Generator().manual_seed(seed)
 
     def tokens(self, n: int) -> tuple[int, ...]:
@@ -268,18 +258,17 @@ class _Maker:
 
     def manners(self, prompt: tuple[int, ...]) -> list[Case]:
         """The same prompt in chunks, left-padded, continued by several tokens at a time, and with tokens taken back."""
-        if not isinstance(self.a, CacheOn):
-            return []
-        feed = self.tokens(7)
-        chunk = max(min(5, len(prompt) - 1), 1)
-        cases = [Case("chunked prefill", prompt, feed[:2], 2, replace(self.a, prefill_chunk=chunk), manner=CHUNKED)]
-        if self.padded:  # a model without attention takes its mask in the first pass alone
-            padded = replace(self.a, left_padding=self.a.left_padding + PADDING)
+        feed, padded, cases = self.tokens(7), self.padded, list[Case]()
+        chunked = self.a.varied(prefill_chunk=max(min(5, len(prompt) - 1), 1))
+        if chunked is not None:
+            cases.append(Case("chunked prefill", prompt, feed[:2], 2, chunked, manner=CHUNKED))
+        if padded is not None:  # a model without attention takes its mask in the first pass alone
             near = prompt[: max(min(self.windows, default=len(prompt) + 6) - PADDING - 3, 1)]
             cases.append(Case("left padding", near, feed[:2], 2, padded, manner=PADDED))
             if near != prompt:
                 cases.append(Case("left padding beyond a window", prompt, feed[:2], 2, padded, manner=PADDED))
-        cases.append(self.passes("several tokens in a pass", prompt, AT_ONCE, SEVERAL))
+        if self.drafted:
+            cases.append(self.passes("several tokens in a pass", prompt, AT_ONCE, SEVERAL))
         if self.croppable:
             cases.append(Case("crop and continue", prompt, feed, 7, self.a, CROP_AND_CONTINUE, CROPPED))
             cases.append(self.passes("drafted tokens taken back", prompt, DRAFTS, DRAFTED))
@@ -295,10 +284,11 @@ class _Maker:
             self.case(f"on reaching the window of {window}", max(window - 2, 1), 4),
             self.case(f"beyond the window of {window}", 2 * window, 2),
         ]
-        if isinstance(self.a, CacheOn):
-            chunked = replace(self.a, prefill_chunk=window // 2 + 1)
+        chunked = self.a.varied(prefill_chunk=window // 2 + 1)
+        if chunked is not None:
             case = self.case(f"chunked prefill beyond the window of {window}", window + 5, 2, chunked)
             cases.append(replace(case, manner=CHUNKED))
+        if self.drafted:
             start = self.tokens(max(window - 2, 1))
             cases.append(self.passes(f"several tokens at the window of {window}", start, (Pass(4), Pass(3)), SEVERAL))
         if self.croppable:

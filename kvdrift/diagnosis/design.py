@@ -6,50 +6,23 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from transformers import QuantizedCache
-
 from kvdrift.diagnosis.cases import Case
 from kvdrift.diagnosis.evidence import Excuse
 from kvdrift.diagnosis.lockstep import Moment
-from kvdrift.paths.cache_on import CacheOn
-from kvdrift.paths.loss import Declared, Dropped, Rounded, as_losses, said
-from kvdrift.paths.path import Path
+from kvdrift.paths.loss import Declared, said
+from kvdrift.paths.variants import begins_filled, own_cache
 
 if TYPE_CHECKING:
     from kvdrift.models.model import Model
 
 
-def declared_loss(path: Path) -> Declared | None:
-    """What a path declares to give up: its ``lossy``, or a quantised cache, which is taken for a sentence.
-
-    Examples
-    --------
-    >>> import kvdrift as kd
-    >>> declared_loss(kd.CacheOn(lossy="keys in float16")), declared_loss(kd.CacheOn())
-    ('keys in float16', None)
-    """
-    declared = getattr(path, "lossy", None)
-    if isinstance(path, CacheOn) or isinstance(declared, (str, Dropped, Rounded)):
-        if declared:
-            return as_losses(declared)
-    elif declared:  # of a path of somebody's own
-        return str(declared)
-    if isinstance(path, CacheOn) and path.cache is not None and isinstance(path.cache(), QuantizedCache):
-        return "the cache is quantised"
-    return None
-
-
 def without_loss(cases: Sequence[Case], lossy: Declared | None) -> list[Case]:
     """The cases of a lossy cache once more with the model's own, in which nothing that differs is excused by it."""
     return [
-        replace(
-            case,
-            name=f"{case.name} with the model's own cache",
-            a=replace(case.a, cache=None, lossy=None),
-            lossless=True,
-        )
+        replace(case, name=f"{case.name} with the model's own cache", a=a, lossless=True)
         for case in cases
-        if lossy is not None and isinstance(case.a, CacheOn) and case.a.cache is not None and not case.a.begins_filled
+        if lossy is not None and own_cache(case.a) is not None and not begins_filled(case.a)
+        if (a := case.a.varied(cache=None, lossy=None)) is not None
     ]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,16 +13,18 @@ from kvdrift.diagnosis.decide import decide
 from kvdrift.diagnosis.gather import Gathering
 from kvdrift.diagnosis.generated import check_generate
 from kvdrift.diagnosis.lanes import lane_cases
-from kvdrift.diagnosis.prefixed import begun_with, held_tokens
+from kvdrift.diagnosis.prefixed import begun_with
 from kvdrift.diagnosis.verdict import Verdict
 from kvdrift.errors import InternalError, KvdriftError
 from kvdrift.fingerprint import one_job
 from kvdrift.models.load import load
+from kvdrift.models.model import Model
 from kvdrift.models.prompts import as_prompts
 from kvdrift.paths.cache_off import CacheOff
 from kvdrift.paths.cache_on import CacheOn
 from kvdrift.paths.own import check_path
-from kvdrift.paths.path import Path
+from kvdrift.paths.path import Path, on_copy
+from kvdrift.paths.variants import holds
 
 
 @one_job()
@@ -95,18 +96,18 @@ def diagnose(
     'rounding'
     """
     model = load(model, repair=False, quiet=not progress).as_it_is()
-    a = CacheOn() if a is None else _as_it_is(check_path(a, "a"))
-    b = CacheOff() if b is None else _as_it_is(check_path(b, "b"))
+    a = CacheOn() if a is None else on_copy(check_path(a, "a"), Model.as_it_is)
+    b = CacheOff() if b is None else on_copy(check_path(b, "b"), Model.as_it_is)
     arguments = check_generate(generate, a)
     held: tuple[int, ...] = ()
     if prompts is None:
-        held = held_tokens(a)
+        held = holds(a)
         cases = default_cases(model, a, seed)
     else:
         encoded = [model.encode(prompt, chat) for prompt in as_prompts(prompts)[0]]
         for ids in encoded:
             model.check_length(len(ids), max_new_tokens)
-        held = held_tokens(a, encoded[0])
+        held = holds(a, encoded[0])
         cases = prompt_cases(model, a, encoded, max_new_tokens, seed)
     cases = begun_with([*cases, *lane_cases(model, a, b, seed)], held)
     with torch.no_grad(), tqdm(desc="diagnose", unit="step", disable=not progress) as bar:
@@ -118,11 +119,3 @@ def diagnose(
         except Exception as error:  # what a model raises was told apart from it before
             raise InternalError.of(error, f"while it diagnosed {model.name}") from error
     return decide(evidence, model, a, b)
-
-
-def _as_it_is(path: Path) -> Path:
-    """The path with its own model, if it has one, run without a repair."""
-    model = path.model
-    if model is None or model.as_it_is() is model or not isinstance(path, (CacheOn, CacheOff)):
-        return path
-    return replace(path, model=model.as_it_is())

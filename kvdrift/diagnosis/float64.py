@@ -20,9 +20,10 @@ from kvdrift.diagnosis.locate import Equal, Where, first_difference, in_order, p
 from kvdrift.diagnosis.lockstep import Moment, lockstep
 from kvdrift.diagnosis.observe import Key, Snapshot
 from kvdrift.diagnosis.pinpoint import pinpoint
-from kvdrift.paths.cache_off import CacheOff
 from kvdrift.paths.cache_on import CacheOn
-from kvdrift.paths.path import Path
+from kvdrift.paths.capabilities import stateless
+from kvdrift.paths.path import Path, on_copy
+from kvdrift.paths.variants import cached, manner
 
 if TYPE_CHECKING:
     from kvdrift.models.model import Model
@@ -96,9 +97,11 @@ def float64_witness(copy: Model, case: Case, b: Path) -> Float64:
     where = pinpoint(copy, case.reference(b), computed, moment, where, equal, controls)
     if computed is not moment:
         return Float64(case, error, moment, where, None, rows_move=True)
-    if type(b) is not CacheOff or type(case.a) is not CacheOn or case.a.model is not b.model:
+    call = manner(case.a)
+    if not stateless(b) or call is None or cached(case.a) is None or case.a.model is not b.model:
         return Float64(case, error, moment, where, None)
-    return Float64(case, error, moment, where, _wrong(copy, case.a, moment.tokens, logits_a, logits_b))
+    plain = CacheOn(attn=case.a.attn, call=call)
+    return Float64(case, error, moment, where, _wrong(copy, plain, moment.tokens, logits_a, logits_b))
 
 
 class _Rows:
@@ -152,18 +155,18 @@ def _by_constants(copy: Model, case: Case, b: Path, moment: Moment, difference: 
 
 
 def _wrong(
-    copy: Model, a: CacheOn, tokens: Sequence[int], logits_a: Tensor, logits_b: Tensor
+    copy: Model, plain: CacheOn, tokens: Sequence[int], logits_a: Tensor, logits_b: Tensor
 ) -> Literal["a", "b"] | None:
     """Which path is wrong: the other one agrees with the whole sequence in one pass that fills an empty cache.
 
     A cache that does not hand back what such a pass gives it is wrong by that alone.
     """
-    run = CacheOn(attn=a.attn, call=a.call).start(copy, tokens, (TrueFloat64(),))
+    run = plain.start(copy, tokens, (TrueFloat64(),))
     faithful = _hands_back(run.cache)
     try:
         whole = run.step().logits
     except Exception:  # whatever the model raises
-        if _runs(copy, a, tokens):
+        if _runs(copy, plain, tokens):
             raise
         return None
     finally:
@@ -176,9 +179,9 @@ def _wrong(
     return "b" if equal(whole, logits_a) else "a"
 
 
-def _runs(copy: Model, a: CacheOn, tokens: Sequence[int]) -> bool:
+def _runs(copy: Model, plain: CacheOn, tokens: Sequence[int]) -> bool:
     """Whether the whole sequence runs in one pass with an empty cache and nothing else."""
-    run = CacheOn(attn=a.attn, call=a.call).start(copy, tokens)
+    run = plain.start(copy, tokens)
     try:
         run.step()
     except Exception:  # whatever the model raises
@@ -199,17 +202,11 @@ def _hands_back(cache: Cache) -> list[bool]:
         found.append(all(same_bits(x, y) for x, y in zip(given, result, strict=False)))
         return result
 
-    cache.update = watched  # type: ignore[method-assign, assignment] # this run's own cache, thrown away after it
+    vars(cache)["update"] = watched  # this run's own cache, thrown away after it
     return found
 
 
 def in_float64(case: Case, b: Path) -> tuple[Case, Path]:
     """A case and the reference with a float64 copy of the model that one of them has of its own."""
-    b = _copied(case.reference(b))
-    return replace(case, a=_copied(case.a), b=b), b
-
-
-def _copied(path: Path) -> Path:
-    if path.model is None or not isinstance(path, (CacheOn, CacheOff)):
-        return path
-    return replace(path, model=float64_copy(path.model))
+    b = on_copy(case.reference(b), float64_copy)
+    return replace(case, a=on_copy(case.a, float64_copy), b=b), b

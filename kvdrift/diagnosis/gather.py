@@ -19,7 +19,7 @@ from kvdrift.diagnosis import generated
 from kvdrift.diagnosis.calls import CallChecks
 from kvdrift.diagnosis.cases import Case, default_cases, fits, left_out, too_costly
 from kvdrift.diagnosis.declared import judged
-from kvdrift.diagnosis.design import declared_loss, excuse, without_loss
+from kvdrift.diagnosis.design import excuse, without_loss
 from kvdrift.diagnosis.evidence import Evidence, Finding
 from kvdrift.diagnosis.lanes import apart, lane_cases, not_run, told
 from kvdrift.diagnosis.locate import Where, cache_update, changed_past, first_difference, place
@@ -27,7 +27,7 @@ from kvdrift.diagnosis.lockstep import Moment, lockstep
 from kvdrift.diagnosis.nonfinite import explain
 from kvdrift.diagnosis.observe import Snapshot, by_uncached_pass
 from kvdrift.diagnosis.operator_witness import OperatorWitness
-from kvdrift.diagnosis.prefixed import begun_with, held_tokens, stale_prefix
+from kvdrift.diagnosis.prefixed import begun_with, stale_prefix
 from kvdrift.diagnosis.raised import cause, said
 from kvdrift.diagnosis.settle import Disagreement, settle
 from kvdrift.diagnosis.twin import twin
@@ -41,8 +41,9 @@ from kvdrift.errors import (
     one_line,
 )
 from kvdrift.models.rope import rope_switch
-from kvdrift.paths.cache_on import CacheOn
+from kvdrift.paths.capabilities import cache_of
 from kvdrift.paths.path import Path
+from kvdrift.paths.variants import anew, begins_saved, cached, declared_loss, holds, own_cache
 
 if TYPE_CHECKING:
     from kvdrift.models.model import Model
@@ -151,7 +152,7 @@ class Gathering:
                     raise
                 raise ModelError(f"{self.model.name} cannot be diagnosed over {case.name}: {found}") from error
         self.disagreements = [one for one in self.disagreements if one.moment.case is not case]
-        if isinstance(found, Finding) and model is not self.model and getattr(case.a, "cache", None) is not None:
+        if isinstance(found, Finding) and model is not self.model and own_cache(case.a) is not None:
             found = f"{found.path} {found.what} on a tiny twin, for which its own cache need not be made"
         if isinstance(found, Finding):
             self.evidence.findings.append(found)
@@ -192,14 +193,14 @@ class Gathering:
         """Look for a path whose attention gives its keys and values to no layer of the cache."""
         for path in (self.a, self.b):
             model = path.model or self.model
-            if not isinstance(path, CacheOn):
+            if cached(path) is None:
                 continue
             run = path.start(model, case.prompt)
             try:
                 run.step()
             finally:
                 run.close()
-            kinds = dict(enumerate(run.cache.layers))
+            kinds = dict(enumerate(getattr(cache_of(run), "layers", ())))
             plain = {layer: kinds.get(layer) for layer in model.coverage.attention_layers}
             held = {layer: kind.get_seq_length() for layer, kind in plain.items() if isinstance(kind, DynamicLayer)}
             if held and not any(map(int, held.values())):
@@ -211,7 +212,7 @@ class Gathering:
     def _prefix(self, case: Case) -> None:
         """Hold a prefix that path a starts from against what its model gives for the tokens."""
         path = self.a
-        if not isinstance(path, CacheOn) or not path.begins_saved:
+        if not begins_saved(path):
             return
         found = stale_prefix(self.model, case, path)
         if found is None:
@@ -256,8 +257,8 @@ class Gathering:
             else:
                 self.evidence.note(f"Run on a tiny twin of the model, since they cost too much: {', '.join(far)}.")
                 known = {case.name for case in near}
-                held = tuple(token % small.vocab_size for token in held_tokens(self.a, cases[0].prompt))
-                a = self.a.anew(held) if isinstance(self.a, CacheOn) else self.a
+                held = tuple(token % small.vocab_size for token in holds(self.a, cases[0].prompt))
+                a = anew(self.a, held)
                 alike = [*default_cases(small, a, self.seed), *lane_cases(small, a, self.b, self.seed)]
                 placed += [(small, case) for case in begun_with(alike, held) if case.name not in known]
         return placed
@@ -316,7 +317,7 @@ class Gathering:
             if self._nonfinite(model, moment, x, y, fixed):
                 return
             self.evidence.count("arm")
-            rests = self.evidence.self_test and getattr(case.a, "cache", self) is self  # computes its past anew
+            rests = self.evidence.self_test and cached(case.a) is None  # computes its past anew
             if before is not None and not (self.evidence.not_covered or self.evidence.unlike or rests):
                 self._past(model, moment, *before, x)
             before = moment, x

@@ -30,8 +30,9 @@ from kvdrift.diagnosis.raised import out_of_memory, own_code, said
 from kvdrift.errors import InputError, InternalError, KvdriftError, one_line
 from kvdrift.models.load import load
 from kvdrift.paths.cache_off import CacheOff
-from kvdrift.paths.cache_on import CacheOn
+from kvdrift.paths.capabilities import cache_of, left_padding, stateless
 from kvdrift.paths.path import Path
+from kvdrift.paths.variants import begins_filled, manner, own_cache, prefill_chunk
 
 if TYPE_CHECKING:
     from kvdrift.models.model import Model
@@ -86,11 +87,9 @@ def check_generate(generate: bool | Mapping[str, Any], a: Path) -> dict[str, Any
         raise InputError(f"generate={generate!r}: give True, or a dict of arguments of model.generate().")
     if generate is False:
         return None
-    if not isinstance(a, (CacheOn, CacheOff)):
-        raise InputError(
-            f"generate= runs the cache, chunks and padding of a kd.CacheOn, and a={type(a).__name__} is none."
-        )
-    chunk = getattr(a, "prefill_chunk", None)
+    if manner(a) is None:
+        raise InputError(f"generate= runs the cache, chunks and padding of a kd.CacheOn, and a={a.label} is none.")
+    chunk = prefill_chunk(a)
     if chunk is not None and not isinstance(chunk, int):
         raise InputError("generate= fills the cache in chunks of one length; give prefill_chunk as one number.")
     for name, value in given.items():
@@ -108,10 +107,9 @@ def _check_argument(name: str, value: Any, a: Path) -> None:
         raise InputError(f"{shown}: {_DRAWS[name]}, which no path can be held against; leave it out.")
     if name not in _BESIDE_CONFIG and not hasattr(GenerationConfig(), name):
         raise InputError(f"{shown}: model.generate() of transformers {transformers.__version__} has no such argument.")
-    own = isinstance(a, CacheOn) and (a.cache is not None or a.prefix is not None)
-    if name == "cache_implementation" and value is not None and own:
+    if name == "cache_implementation" and value is not None and (own_cache(a) is not None or begins_filled(a)):
         raise InputError(f"{shown}: the path has a cache of its own; give one or the other.")
-    if isinstance(a, CacheOff) and any(part in name for part in _ONLY_CACHED):
+    if stateless(a) and any(part in name for part in _ONLY_CACHED):
         raise InputError(f"{shown}: it needs a cache, and {a.label} has none; give a=kd.CacheOn().")
 
 
@@ -156,7 +154,7 @@ class _Calls:
     """
 
     model: Model
-    path: CacheOn | CacheOff
+    path: Path
     case: Case
     arguments: Mapping[str, Any]
     cached: bool
@@ -189,7 +187,7 @@ class _Calls:
     def write(self, controls: tuple[Control, ...] = ()) -> _Written:
         """Call ``generate()`` once."""
         hf, prompt = self.model.hf, list(self.case.prompt)
-        padding = getattr(self.path, "left_padding", 0)
+        padding = left_padding(self.path)
         filler = getattr(hf.config, "pad_token_id", None) or 0
         ids = torch.tensor([[filler] * padding + prompt], device=self.model.device)
         mask = (torch.arange(-padding, len(prompt), device=ids.device) >= 0).long().unsqueeze(0)
@@ -219,15 +217,15 @@ class _Calls:
     def _of_path(self, controls: tuple[Control, ...]) -> dict[str, Any]:
         """The path's own cache, with the prefix that it may hold, and its chunks."""
         path, found = self.path, dict[str, Any]()
-        if not self.cached or isinstance(path, CacheOff):
+        if not self.cached:
             return found
-        if path.cache is not None or path.begins_filled:
+        if own_cache(path) is not None or begins_filled(path):
             named = "past_key_values" if self.model.backend.cache_argument == "past_key_values" else "cache"
             run = path.start(self.model, self.case.prompt, controls)
-            found[named] = run.cache
+            found[named] = cache_of(run)
             run.close()
-        if path.prefill_chunk is not None:
-            found["prefill_chunk_size"] = path.prefill_chunk
+        if prefill_chunk(path) is not None:
+            found["prefill_chunk_size"] = prefill_chunk(path)
         return found
 
     def _followed(self, tokens: Sequence[int], control: Control) -> list[Tensor]:
@@ -261,19 +259,18 @@ def examine(
         What the path declares to give up.
     """
     model = path.model or model
-    assert isinstance(path, (CacheOn, CacheOff))
     case = _case(model, first)
     if isinstance(case, str):
         evidence.not_examined[NAME] = case
         return
-    calls = _Calls(model, path, case, _loaded(arguments), isinstance(path, CacheOn))
+    calls = _Calls(model, path, case, _loaded(arguments), not stateless(path))
     try:
         calls.write()
     except Exception as error:  # whatever a model or a cache raises in generate() alone
         _raised(evidence, path, case, error)
         return
     promised = not (evidence.not_covered or evidence.self_test)
-    found = _observed(calls, FixedShape(case.n_tokens + path_padding(path) + SLACK), same_bits)
+    found = _observed(calls, FixedShape(case.n_tokens + left_padding(path) + SLACK), same_bits)
     if found:
         exact = _in_float64(calls)
         for one in found:
@@ -284,11 +281,6 @@ def examine(
 
 SLACK = 16
 """Slots beyond the longest sequence, for drafted tokens."""
-
-
-def path_padding(path: Path) -> int:
-    """Tokens of left padding."""
-    return int(getattr(path, "left_padding", 0))
 
 
 def _case(model: Model, first: Case) -> Case | str:
@@ -355,7 +347,6 @@ def _in_float64(calls: _Calls) -> dict[str, _Apart] | str:
         if arguments.get("assistant_model") is not None:
             arguments["assistant_model"] = float64_copy(load(arguments["assistant_model"], quiet=True)).hf
         path = case.a
-        assert isinstance(path, (CacheOn, CacheOff))
         again = replace(calls, model=path.model or copy, path=path, case=case, arguments=arguments)
         found = again.apart(TrueFloat64(), within(TOLERANCE))
     except InternalError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -13,8 +12,9 @@ from kvdrift.backends.manner import MANNERS, Manner
 from kvdrift.diagnosis.cases import Case
 from kvdrift.diagnosis.evidence import Finding
 from kvdrift.paths.cache_off import CacheOff
-from kvdrift.paths.cache_on import CacheOn
+from kvdrift.paths.capabilities import stateless
 from kvdrift.paths.path import Path
+from kvdrift.paths.variants import manner
 
 if TYPE_CHECKING:
     from kvdrift.models.model import Model
@@ -53,7 +53,7 @@ def lane_cases(model: Model, a: Path, b: Path, seed: int = 0) -> list[Case]:
     model
         The model under test.
     a, b
-        The path under test and the reference. Lanes are made for `CacheOn` and `CacheOff` that call alike.
+        The path under test and the reference. Lanes are made for paths that call alike, and can call otherwise.
     seed
         Decides the tokens.
 
@@ -64,21 +64,22 @@ def lane_cases(model: Model, a: Path, b: Path, seed: int = 0) -> list[Case]:
     >>> [case.name for case in lane_cases(model, kd.CacheOn(), kd.CacheOff())][:1]
     ['model(ids)']
     """
-    if not isinstance(a, CacheOn) or not isinstance(b, (CacheOn, CacheOff)) or a.call != b.call:
+    now = manner(a)
+    if stateless(a) or now is None or now != manner(b):
         return []
     if (a.model or model).backend.module is not (b.model or model).backend.module:
         return []  # two models may well differ in what they default to
-    a = replace(a, left_padding=0)  # default positions count padding
-    b = replace(b, left_padding=0) if isinstance(b, CacheOn) else b
+    a, b = a.varied(left_padding=0) or a, b.varied(left_padding=0) or b  # default positions count padding
     prompt, feed = _tokens(model, seed)
     lanes = manners(model)
-    within = [_within(a, b, call, str(shown), prompt, feed) for call, shown in lanes.items() if call != a.call]
+    others = [(call, str(shown)) for call, shown in lanes.items() if call != now]
+    within = [case for call, shown in others for case in _within(a, b, call, shown, prompt, feed)]
     return [*within, *(_between(a, *pair, prompt, feed[:1]) for pair in pairwise(lanes.items()))]
 
 
 def not_run(a: Path, b: Path) -> dict[str, str]:
     """Why there are no lanes for these paths, where one of them cannot be called otherwise."""
-    own = [path.label for path in (a, b) if not isinstance(path, (CacheOn, CacheOff))]
+    own = [path.label for path in (a, b) if manner(path) is None]
     return {"other manners of calling": f"{own[0]} takes no call="} if own else {}
 
 
@@ -93,7 +94,7 @@ def manners(model: Model) -> dict[str, Manner]:
 def apart(findings: Sequence[Finding]) -> list[str]:
     """What the lanes say that were found to compute different functions."""
     cases = [finding.moment.case for finding in findings if finding.check == "manner" and finding.moment is not None]
-    return [MEANS[call] for call in dict.fromkeys(getattr(case.a, "call", "") for case in cases)]
+    return [MEANS[call] for call in dict.fromkeys(manner(case.a) or "" for case in cases)]
 
 
 def told(ran: Sequence[Case]) -> list[str]:
@@ -105,16 +106,16 @@ def told(ran: Sequence[Case]) -> list[str]:
     return [f"The model was also called as {last}, with and without a cache, and each against the one before it."]
 
 
-def _within(
-    a: CacheOn, b: CacheOn | CacheOff, call: str, shown: str, prompt: tuple[int, ...], feed: tuple[int, ...]
-) -> Case:
-    other = replace(b, call=call)
-    return Case(shown, prompt, feed, STEPS, replace(a, call=call), manner=CALLED[call], b=other)
+def _within(a: Path, b: Path, call: str, shown: str, prompt: tuple[int, ...], feed: tuple[int, ...]) -> list[Case]:
+    ours, theirs = a.varied(call=call), b.varied(call=call)
+    if ours is None or theirs is None:
+        return []
+    return [Case(shown, prompt, feed, STEPS, ours, manner=CALLED[call], b=theirs)]
 
 
-def _between(a: CacheOn, plain: _Lane, other: _Lane, prompt: tuple[int, ...], feed: tuple[int, ...]) -> Case:
+def _between(a: Path, plain: _Lane, other: _Lane, prompt: tuple[int, ...], feed: tuple[int, ...]) -> Case:
     path = CacheOff(a.model, a.attn, a.controls, call=other[0], label=str(other[1]))
-    reference = replace(path, call=plain[0], label=str(plain[1]))
+    reference = CacheOff(a.model, a.attn, a.controls, call=plain[0], label=str(plain[1]))
     name = f"{other[1]} against {plain[1]}"
     return Case(name, prompt, feed, len(feed), path, manner=APART[other[0]], b=reference)
 

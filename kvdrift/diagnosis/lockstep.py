@@ -11,7 +11,8 @@ from kvdrift.controls import Control
 from kvdrift.controls.combine import with_arm
 from kvdrift.diagnosis.cases import Case
 from kvdrift.diagnosis.observe import Observer, Snapshot, advance
-from kvdrift.paths.path import Path, Run, stateless
+from kvdrift.paths.capabilities import rewindable, stateless
+from kvdrift.paths.path import Path, Run
 
 if TYPE_CHECKING:
     from kvdrift.models.model import Model
@@ -121,8 +122,8 @@ class _Walk:
     def __iter__(self) -> Iterator[tuple[Moment, list[int] | None]]:
         """When the next pass is, and its tokens (None: the prompt)."""
         case, prompt = self.case, self.case.prompt
-        if case.crops and hasattr(self.run, "keep_past"):
-            self.run.keep_past()
+        if case.crops:
+            rewindable(self.run).keep_past()
         yield Moment(case, 0, len(prompt) - 1, prompt), None
         given = None if case.feed is None else iter(case.feed)
         for step, one in enumerate(case.schedule, 1):
@@ -130,7 +131,7 @@ class _Walk:
             self.fed += tokens
             yield Moment(case, step, len(prompt) + len(self.fed) - 1, (*prompt, *self.fed)), tokens
             if one.taken_back:
-                self.run.crop(one.taken_back)  # type: ignore[attr-defined] # such cases are made for such runs only
+                rewindable(self.run).rewind(one.taken_back)
                 del self.fed[len(self.fed) - one.taken_back :]
                 self.cropped = True
 

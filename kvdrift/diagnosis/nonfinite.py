@@ -9,6 +9,7 @@ from kvdrift.controls import Control
 from kvdrift.diagnosis.evidence import NonFiniteFinding
 from kvdrift.diagnosis.locate import place
 from kvdrift.diagnosis.lockstep import Moment, alone
+from kvdrift.paths.capabilities import left_padding
 from kvdrift.paths.path import Path
 from kvdrift.tracing.finite import NonFinite, broken_weight, watch_all
 
@@ -38,7 +39,7 @@ def explain(
     manner = case.manner if path is case.a else None
     circumstance = f", {manner}" if manner else ""
     when = f"{str(moment)[0].upper()}{str(moment)[1:]}, {path.label}{circumstance}{', on a tiny twin' if twin else ''}"
-    padding, found = int(getattr(path, "left_padding", 0)), _first(model, moment, path, controls)
+    padding, found = left_padding(path), _first(model, moment, path, controls)
     where = None if found is None else place(model, found.layer, found.site)
     weight = broken_weight(model)
     if weight is not None:

@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvdrift.controls.fixed_attention import attention_parts
 from kvdrift.models.sites import HEAD_SITES, LOGITS, PATTERN
-from kvdrift.paths.cache_on import CacheOnRun
+from kvdrift.paths.capabilities import extend, left_padding, unplaced, written
 from kvdrift.paths.path import Run, Step
 from kvdrift.paths.written import Written
 from kvdrift.tracing.seam import AttentionCall, Order, Output, seam
@@ -114,10 +114,10 @@ def by_uncached_pass(model: Model) -> Model:
 
 
 def advance(run: Run, tokens: Sequence[int] | None) -> Step:
-    """One pass of a run over these tokens, or (None) over its prompt; several tokens ask for `CacheOnRun.extend`."""
+    """One pass of a run over these tokens, or (None) over its prompt; several tokens ask for an `Extendable`."""
     if tokens is None:
         return run.step()
-    return run.step(tokens[0]) if len(tokens) == 1 else run.extend(tokens)  # type: ignore[attr-defined]
+    return run.step(tokens[0]) if len(tokens) == 1 else extend(run, tokens)
 
 
 class Observer:
@@ -161,7 +161,7 @@ class Observer:
 
     def _placed(self, position: int, tokens: list[int], calls: list[tuple[int, AttentionCall]]) -> list[Call]:
         """The calls of a step with the positions of their queries and keys; its last pass ends at the current one."""
-        found = []
+        found, noted, padding = [], written(self.run), left_padding(self.run)
         for number, call in calls:
             layer = self.run.model.layer_of[id(call.module)]
             end = position + 1 - sum(tokens[number + 1 :])
@@ -170,38 +170,33 @@ class Observer:
             if last:
                 keys = self.run.key_positions(layer, n_keys)
             else:  # an earlier chunk of the prompt
-                keys = range(end - n_keys, end) if n_keys <= end + self._padding else range(n_keys)
+                keys = range(end - n_keys, end) if n_keys <= end + padding else range(n_keys)
             queries = range(end - call.query.shape[2], end)
-            written: Written | None = getattr(self.run, "written", None)
             info = self.run.model.architecture.layers[layer]
             slides = info.first_seen(max(queries[0], 0)) >= keys[0]
-            placed = None if written is None or slides or last else _evicted(written, layer, end, call)
-            if placed is None and isinstance(self.run, CacheOnRun) and last:
-                placed = self.run.evicted(layer, n_keys)
-            unplaced = placed if isinstance(placed, str) else None
+            placed = None if noted is None or slides or last else _evicted(noted, layer, end, call)
+            if placed is None and last:
+                placed = unplaced(self.run, {layer: n_keys}).get(layer)
+            why = placed if isinstance(placed, str) else None
             keys = keys if placed is None or isinstance(placed, str) else placed
-            found.append(Call(layer, call, queries, keys, written, unplaced))
+            found.append(Call(layer, call, queries, keys, noted, why))
         return [*found, *self._unseen(position + 1, tokens[-1], {one.layer for one in found})]
 
     def _unseen(self, end: int, n_tokens: int, seen: set[int]) -> list[Call]:
         """What the cache handed, in the last pass, to layers whose attention does not go through the table."""
-        run = self.run
-        if not isinstance(run, CacheOnRun) or run.written is None:
+        run, noted = self.run, written(self.run)
+        if noted is None:
             return []
         found = []
-        for layer, (key, value) in run.written.back.items():
+        for layer, (key, value) in noted.back.items():
             module = run.model.tree.attention_modules[layer]
             if layer in seen or module is None:
                 continue
             queries, n_keys = range(end - n_tokens, end), key.shape[2]
             call = AttentionCall(module, key[:, :, -n_tokens:], key, value, None, {}, module.forward)
-            keys, unplaced = run.key_positions(layer, n_keys), run.evicted(layer, n_keys)
-            found.append(Call(layer, call, queries, keys, run.written, unplaced, seen=False))
+            keys, why = run.key_positions(layer, n_keys), unplaced(run, {layer: n_keys}).get(layer)
+            found.append(Call(layer, call, queries, keys, noted, why, seen=False))
         return found
-
-    @property
-    def _padding(self) -> int:
-        return int(getattr(getattr(self.run, "path", None), "left_padding", 0))
 
 
 def _evicted(written: Written, layer: int, end: int, call: AttentionCall) -> Sequence[int] | str | None:

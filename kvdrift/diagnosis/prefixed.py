@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kvdrift.controls import Control
 from kvdrift.controls.reroll import ReRoll
 from kvdrift.diagnosis.cases import Case
 from kvdrift.diagnosis.evidence import Finding
 from kvdrift.diagnosis.locate import PAST, in_order, pairs, place
 from kvdrift.diagnosis.lockstep import Moment
 from kvdrift.diagnosis.observe import Observer, Snapshot
-from kvdrift.paths.cache_on import CacheOn
 from kvdrift.paths.path import Path
+from kvdrift.paths.variants import anew, holds
 
 if TYPE_CHECKING:
     from kvdrift.models.model import Model
@@ -40,12 +41,7 @@ def begun_with(cases: Sequence[Case], held: Sequence[int]) -> list[Case]:
     ]
 
 
-def held_tokens(path: Path, ids: Sequence[int] = ()) -> tuple[int, ...]:
-    """The tokens that a path's cache holds when a run over ``ids`` begins."""
-    return path.holds(ids) if isinstance(path, CacheOn) else ()
-
-
-def stale_prefix(model: Model, case: Case, path: CacheOn) -> Finding | None:
+def stale_prefix(model: Model, case: Case, path: Path) -> Finding | None:
     """Hold a saved prefix against a fresh one and re-rolls of it.
 
     What is compared is what the first pass after the prefix reads and computes, natively.
@@ -59,10 +55,11 @@ def stale_prefix(model: Model, case: Case, path: CacheOn) -> Finding | None:
     path
         The path that starts from the prefix.
     """
-    held = held_tokens(path, case.prompt)
-    anew = path.anew(held)
-    rolled = [replace(anew, controls=(*anew.controls, ReRoll(seed))) for seed in RE_ROLLS]
-    saved, fresh, *others = (_first_step(model, case, one) for one in (path, anew, *rolled))
+    held = holds(path, case.prompt)
+    again = anew(path, held)
+    rolled = [(again, (*again.controls, ReRoll(seed))) for seed in RE_ROLLS]
+    runs = [(path, path.controls), (again, again.controls), *rolled]
+    saved, fresh, *others = (_first_step(model, case, *run) for run in runs)
     experts = bool((path.model or model).architecture.n_experts)
     known = [{key: (x, y) for key, x, y in pairs(other, fresh)} for other in others]
     wrong = []
@@ -85,8 +82,8 @@ def stale_prefix(model: Model, case: Case, path: CacheOn) -> Finding | None:
     return Finding("prefix", path.label, what, Moment(case, 0, len(case.prompt) - 1), place(model, *key))
 
 
-def _first_step(model: Model, case: Case, path: CacheOn) -> Snapshot:
-    run = path.start(model, case.prompt)
+def _first_step(model: Model, case: Case, path: Path, controls: tuple[Control, ...]) -> Snapshot:
+    run = path.start(model, case.prompt, controls)
     try:
         return Observer(run).step()
     finally:

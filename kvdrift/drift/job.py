@@ -23,9 +23,9 @@ from kvdrift.models.labels import Prompt
 from kvdrift.models.load import DTYPES
 from kvdrift.models.model import Model
 from kvdrift.models.sites import ALL_SITES, GLOBAL_SITES, LOGITS, PATTERN, parse_sites
-from kvdrift.paths.cache_on import for_copy
-from kvdrift.paths.path import Path, path_info, path_settings
+from kvdrift.paths.path import Path, on_copy, path_info, path_settings
 from kvdrift.paths.sampling import greedy
+from kvdrift.paths.variants import anew, holds
 
 LOCAL_SITES = ("attn_out", "mlp_out", "resid_post")
 
@@ -141,7 +141,7 @@ class Job:
             return model.around(cast_copy(model.hf, DTYPES[name]))
 
         def with_copy(path: Path) -> Path:
-            return for_copy(path, None if path.model is None else cast(path.model), ids)
+            return on_copy(anew(path, holds(path, ids)), cast)
 
         model, a, b = cast(self.model), with_copy(self.a), with_copy(self.b)
         return replace(self, model=model, a=a, b=b, lockstep=Lockstep(a, b, model, self.plan))

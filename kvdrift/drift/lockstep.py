@@ -19,6 +19,7 @@ from kvdrift.drift.metrics import kl_divergence, logit_metrics
 from kvdrift.models.head import Float32Head
 from kvdrift.models.model import Model
 from kvdrift.models.sites import BLOCK_SITES, GLOBAL_SITES
+from kvdrift.paths.capabilities import unplaced
 from kvdrift.paths.nonfinite import explain_nonfinite
 from kvdrift.paths.path import Path, Run, Step
 from kvdrift.tracing.borrow import Borrow
@@ -96,11 +97,8 @@ class _Live:
         self.values = self.tap.take()
         lengths = {layer: key.shape[2] for layer, key in self.values.get("k", {}).items()}
         self.key_positions = {layer: self.run.key_positions(layer, n) for layer, n in lengths.items()}
-        why = getattr(self.run, "evicted", None)
-        found = {layer: why(layer, n) for layer, n in lengths.items()} if callable(why) else {}
-        for layer, reason in found.items():
-            if isinstance(reason, str):
-                self.left_out.setdefault(reason, set()).add(layer)
+        for layer, why in unplaced(self.run, lengths).items():
+            self.left_out.setdefault(why, set()).add(layer)
 
     def skip(self, token: int) -> None:
         self.tap.enabled = False

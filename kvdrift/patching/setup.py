@@ -19,8 +19,10 @@ from kvdrift.models.model import Model
 from kvdrift.models.prompts import as_prompts
 from kvdrift.paths.cache_off import CacheOff
 from kvdrift.paths.cache_on import CacheOn
-from kvdrift.paths.own import check_path, check_room
-from kvdrift.paths.path import Path, path_info, path_notes, path_settings
+from kvdrift.paths.capabilities import stateless
+from kvdrift.paths.own import check_path
+from kvdrift.paths.path import Path, path_info, path_settings
+from kvdrift.paths.variants import check_room, path_notes
 from kvdrift.settings import settings_of
 from kvdrift.tracing.trace import Trace
 
@@ -143,7 +145,7 @@ def read(
     if traces is not None:
         path = _stand_in(traces[0], recipient)
     elif donor is None:
-        path = CacheOn() if isinstance(recipient, CacheOff) else CacheOff()
+        path = CacheOn() if stateless(recipient) else CacheOff()
     else:
         path = check_path(donor, "donor")
     given_by, taken_by = (each.model or model for each in (path, recipient))
@@ -179,9 +181,10 @@ def _traces(donor: Any, n: int) -> tuple[Trace, ...] | None:
 
 
 def _stand_in(trace: Trace, recipient: Path) -> Path:
-    """The path that a float32 donor takes beside a recorded one: of the same kind, as far as its label tells."""
+    """The path that a float32 donor takes beside a recorded one: of the same kind, where its settings tell."""
+    ran: Any = trace.provenance.get("settings", {}).get("path", {}).get("path", {})
     for kind in (CacheOn, CacheOff):
-        if trace.path.label == kind.label:
+        if ran.get("type") == settings_of(kind())["type"]:
             return kind(model=recipient.model, attn=trace.path.attn)
     return recipient
 

@@ -23,8 +23,9 @@ from kvdrift.patching.noise import generator, noisy, nudged
 from kvdrift.patching.outcome import Arm
 from kvdrift.patching.schedule import Schedule
 from kvdrift.patching.spec import Cell, Patch
-from kvdrift.paths.cache_on import for_copy
-from kvdrift.paths.path import Path, Run, overwritable, stateless
+from kvdrift.paths.capabilities import overwritable, stateless
+from kvdrift.paths.path import Path, Run, on_copy
+from kvdrift.paths.variants import anew, holds
 from kvdrift.tracing.finite import is_nonfinite
 from kvdrift.tracing.tap import Tap, Where
 from kvdrift.tracing.trace import Trace
@@ -322,7 +323,8 @@ class Walk:
             source = Recorded(self.trace, self.model, ids, {site: sorted(layers) for site, layers in sites.items()})
         exact: Source | None = None
         if self._wide is not None and any(runner.arm.role == "float32 donor" for runner in runners):
-            exact = live(for_copy(self.donor, self._wide, ids), self._wide)
+            wide = self._wide
+            exact = live(on_copy(anew(self.donor, holds(self.donor, ids)), lambda _: wide), wide)
         writer = stack.enter_context(Writer(self.model, {site: sorted(layers) for site, layers in sites.items()}))
         return source, exact, base, writer
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from kvdrift.backends.manner import check_manner
 from kvdrift.controls import Control
 from kvdrift.errors import InputError
 from kvdrift.models.load import load
 from kvdrift.paths.execution import Execution
-from kvdrift.paths.path import Step
+from kvdrift.paths.path import Path, Step
 from kvdrift.tracing.seam import Link
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class CacheOff:
+class CacheOff(Path):
     """The path without a cache.
 
     Parameters
@@ -41,6 +41,9 @@ class CacheOff:
     controls: tuple[Control, ...] = ()
     call: str = field(default="explicit", kw_only=True)
     label: str = field(default="cache-OFF", kw_only=True)
+
+    stateless: ClassVar[bool] = True
+    """Its runs keep nothing but tokens."""
 
     def __post_init__(self) -> None:
         check_manner(self.call)

@@ -21,7 +21,7 @@ from kvdrift.paths.execution import Execution
 from kvdrift.paths.filled import check_fits, emptied, holds_state, mark_used, refuse_used, stale
 from kvdrift.paths.forking import forked
 from kvdrift.paths.key_positions import told_or_matched
-from kvdrift.paths.loss import Declared, as_losses
+from kvdrift.paths.loss import Declared, Dropped, as_losses
 from kvdrift.paths.path import Path, Step
 from kvdrift.paths.prefix import Prefix
 from kvdrift.paths.written import Written, keeps_all
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class CacheOn:
+class CacheOn(Path):
     """The path with a KV cache.
 
     Parameters
@@ -188,6 +188,15 @@ class CacheOn:
         filled = self.cache is not None and length(self.cache()) > 0
         return replace(self, prefix=Prefix(tuple(tokens), None), cache=None if filled else self.cache)
 
+    def rewinds(self, model: Model) -> bool:
+        """Whether an empty cache of this path says that it can go back; one that says nothing can."""
+        prefix = self.prefix.cache if isinstance(self.prefix, Prefix) else None
+        cache = prefix if prefix is not None else self.cache() if self.cache is not None else model.backend.new_cache()
+        losses = as_losses(self.lossy)
+        lost = () if losses is None or isinstance(losses, str) else losses
+        gone = any(isinstance(loss, Dropped) for loss in lost)  # entries that going back would need again
+        return bool(getattr(cache, "is_croppable", True)) and not gone
+
 
 class _Event(NamedTuple):
     """Tokens that were consumed in one pass under some controls, or how many were taken back."""
@@ -202,6 +211,8 @@ class CacheOnRun:
 
     Attributes
     ----------
+    left_padding
+        Tokens of padding before the prompt.
     cache
         Its cache.
     overwritten
@@ -222,7 +233,7 @@ class CacheOnRun:
         first_pass: int = 0,
     ) -> None:
         self.path, self.model, self.controls = path, model, controls
-        self.attn = path.attn
+        self.attn, self.left_padding = path.attn, path.left_padding
         self.cache = cache
         self._prompt = prompt
         self._consumed = held - path.left_padding  # counted in real tokens
@@ -273,12 +284,12 @@ class CacheOnRun:
 
     def _consume(self, chunks: list[list[int]]) -> Step:
         for chunk in chunks:
-            self._end = self._consumed + self.path.left_padding + len(chunk)
+            self._end = self._consumed + self.left_padding + len(chunk)
             refuse_full(self.cache, self._end)
             self._key_offsets = first_positions(self.cache, self.model.architecture.n_layers, len(chunk))
             watched = nullcontext() if self.written is None else self.written.watching(self.cache, self._consumed)
             with watched:
-                logits = self._execution.forward(chunk, self._consumed, self.cache, self.path.left_padding)
+                logits = self._execution.forward(chunk, self._consumed, self.cache, self.left_padding)
             self._consumed += len(chunk)
             if not self._begun:
                 mark_used(self.cache)
@@ -286,12 +297,12 @@ class CacheOnRun:
         return Step(logits, self._consumed - 1)
 
     def keep_past(self) -> None:
-        """From the start on, keep what a sliding window evicts, so that `crop` can go back past its edge."""
+        """From the start on, keep what a sliding window evicts, so that `rewind` can go back past its edge."""
         if hasattr(self.cache, "activate_past_recording"):
             self.cache.activate_past_recording()
         self._keeps_past = True
 
-    def crop(self, n_tokens: int) -> None:
+    def rewind(self, n_tokens: int) -> None:
         """Forget the last ``n_tokens`` consumed, as assisted generation does with tokens that it rejects.
 
         Raises
@@ -300,9 +311,8 @@ class CacheOnRun:
             If so many decoded tokens were not consumed, or the cache cannot go back so far.
         """
         if not 0 < n_tokens <= self._consumed - len(self._prompt):
-            raise InputError(
-                f"crop({n_tokens}): {max(self._consumed - len(self._prompt), 0)} tokens were consumed after the prompt."
-            )
+            after = max(self._consumed - len(self._prompt), 0)
+            raise InputError(f"rewind({n_tokens}): {after} tokens were consumed after the prompt.")
         if not getattr(self.cache, "is_croppable", True):
             raise InputError("This cache cannot be cropped: it has let go of entries that it would need again.")
         if not hasattr(self.cache, "crop"):
@@ -317,6 +327,8 @@ class CacheOnRun:
             raise InputError(f"This cache cannot be cropped: {error}") from error
         self._consumed -= n_tokens
         self._since.append(_Event(self.controls, n_taken_back=n_tokens))
+
+    crop = rewind
 
     def skip(self, token: int) -> None:
         """Consume a token: the cache needs it, so this is a step."""
@@ -353,7 +365,7 @@ class CacheOnRun:
         SiteError
             If the layer has no cache of its own, or one whose entries cannot be told apart by position.
         """
-        return stored(self.cache, layer, self._consumed, self.path.left_padding, self._begun)
+        return stored(self.cache, layer, self._consumed, self.left_padding, self._begun)
 
     def overwrite(self, layer: int, name: str, heads: Index, positions: Sequence[int], value: Tensor) -> None:
         """Put other values into the cache, where they stay.
@@ -392,7 +404,7 @@ class CacheOnRun:
             if event.tokens:
                 other._go_on(event.tokens)
             else:
-                other.crop(event.n_taken_back)
+                other.rewind(event.n_taken_back)
         other._under(self.controls)
         return other
 
@@ -409,7 +421,7 @@ class CacheOnRun:
 
     def _padding(self) -> list[int]:
         token = getattr(self.model.hf.config, "pad_token_id", None)
-        return [token or 0] * self.path.left_padding
+        return [token or 0] * self.left_padding
 
     def key_positions(self, layer: int, n_keys: int) -> Sequence[int]:
         """Consecutive positions from the offset that the cache gave the mask before the latest pass.
@@ -425,7 +437,7 @@ class CacheOnRun:
         if found is not None:
             return range(-n_keys, 0) if isinstance(found, str) else found
         offset = self._key_offsets.get(layer, max(self._end - n_keys, 0))
-        start = offset - self.path.left_padding
+        start = offset - self.left_padding
         return range(start, start + n_keys)
 
     def evicted(self, layer: int, n_keys: int) -> str | None:
@@ -436,19 +448,3 @@ class CacheOnRun:
     def _told_or_matched(self, layer: int, n_keys: int) -> Sequence[int] | str | None:
         consecutive = self._key_offsets.get(layer, 0) + n_keys == self._end
         return told_or_matched(self.cache, self.written, layer, n_keys, consecutive)
-
-
-def for_copy(path: Path, model: Model | None, ids: Sequence[int] = ()) -> Path:
-    """A path for a copy of its model in another dtype: a prefix, saved in the first one's, is computed anew.
-
-    Parameters
-    ----------
-    path
-        The path.
-    model
-        The copy of its own model, if it has one.
-    ids
-        A prompt, whose first tokens the prefix holds if it does not know its own.
-    """
-    remade = path.anew(path.holds(ids)) if isinstance(path, CacheOn) else path
-    return remade if path.model is None else replace(remade, model=model)  # type: ignore[type-var]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -16,19 +16,37 @@ from kvdrift.errors import InputError
 
 if TYPE_CHECKING:
     from kvdrift.models.model import Model
-    from kvdrift.paths.cache_on import CacheOnRun
+    from kvdrift.paths.path import Step
 
 _GROWS: dict[type, Any] = {layer: layer.update for layer in (DynamicLayer, DynamicSlidingWindowLayer)}
 """Layers that grow by concatenation: they never write into their tensors, so that forks can share these."""
 _PLAIN = (Tensor, int, float, str, type(None), torch.dtype, torch.device)
 _OWN = frozenset(vars(DynamicCache()))
 
-Way = Callable[["CacheOnRun"], Cache]
+
+class _Run(Protocol):
+    """A run with a cache, as forks are proved on it."""
+
+    model: Model
+    cache: Cache
+    overwritten: bool
+
+    @property
+    def begun(self) -> bool: ...
+
+    def step(self, token: int | None = None) -> Step: ...
+
+    def again(self) -> Self: ...
+
+    def around(self, cache: Cache) -> Self: ...
+
+
+Way = Callable[["_Run"], Cache]
 _PROVED: dict[tuple[Any, ...], Way] = {}
 """Kind of cache → how its forks are made."""
 
 
-def forked(run: CacheOnRun) -> Cache:
+def forked(run: _Run) -> Cache:
     """A cache in the state of a run's own, which goes on by itself.
 
     Transformers' dynamic caches share their tensors, its static ones are copied. Any other is copied deeply, or, where
@@ -84,11 +102,11 @@ def copied(cache: Cache, model: Model) -> Cache:
     return copy.deepcopy(cache, {id(part): part for part in (*parts, model, model.backend)})
 
 
-def _by_copy(run: CacheOnRun) -> Cache:
+def _by_copy(run: _Run) -> Cache:
     return copied(run.cache, run.model)
 
 
-def _by_tokens(run: CacheOnRun) -> Cache:
+def _by_tokens(run: _Run) -> Cache:
     if run.overwritten:
         raise InputError(
             f"A run whose {type(run.cache).__name__} was overwritten cannot be forked, since only its tokens could "
@@ -97,12 +115,12 @@ def _by_tokens(run: CacheOnRun) -> Cache:
     return run.again().cache
 
 
-def _next(run: CacheOnRun) -> Tensor:
+def _next(run: _Run) -> Tensor:
     """The logits of one more step."""
     return run.step(0 if run.begun else None).logits
 
 
-def _proved(run: CacheOnRun) -> Way:
+def _proved(run: _Run) -> Way:
     """The first way of forking a run's cache that goes on as the cache itself does."""
     said = []
     for way, name in ((_by_copy, "a copy of it"), (_by_tokens, "a second run over the same tokens")):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from kvdrift.errors import NonFiniteError
+from kvdrift.paths.capabilities import left_padding
 from kvdrift.paths.path import Run
 from kvdrift.tracing.finite import broken_weight, is_nonfinite, largest_finite, watch_all
 
@@ -33,10 +33,9 @@ def explain_nonfinite(run: Run, tokens: Sequence[int]) -> NonFiniteError:
     weight = broken_weight(model)
     if weight is not None:
         return NonFiniteError(weight)
-    path: Any = getattr(run, "path", None)
-    for n_prompt in (len(tokens), 1) if path is not None else ():
+    for n_prompt in (len(tokens), 1):
         with watch_all(model) as watch:
-            again = path.start(model, list(tokens[:n_prompt]), run.controls)
+            again = run.path.start(model, list(tokens[:n_prompt]), run.controls)
             try:
                 logits = again.step().logits
                 for token in tokens[n_prompt:]:
@@ -45,7 +44,7 @@ def explain_nonfinite(run: Run, tokens: Sequence[int]) -> NonFiniteError:
                 again.close()
         found = watch.first_nonfinite()
         if found is not None and is_nonfinite(logits):
-            padding = int(getattr(path, "left_padding", 0))
+            padding = left_padding(run)
             return NonFiniteError(f"{found.told(model, padding)}; {found.advice(model, padding)}.")
         if is_nonfinite(logits):
             largest, at = largest_finite(watch.passes)

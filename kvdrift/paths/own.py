@@ -4,30 +4,25 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
-from kvdrift.backends.cache_state import refuse_full
 from kvdrift.controls import Control
 from kvdrift.errors import InputError
 from kvdrift.models.load import load
-from kvdrift.paths.cache_off import CacheOff
-from kvdrift.paths.cache_on import CacheOn
-from kvdrift.paths.path import Path, Run, Step
+from kvdrift.models.model import Model
+from kvdrift.paths.capabilities import Wrapper, extend, is_one, offered, rewindable
+from kvdrift.paths.noted import Noted
+from kvdrift.paths.path import Path, Step, with_attribute
 from kvdrift.settings import settings_of
-
-if TYPE_CHECKING:
-    from kvdrift.models.model import Model
-
-RUN_MEMBERS = ("model", "attn", "controls", "skip", "key_positions", "fork", "close")
 
 
 def check_path(path: Any, name: str) -> Path:
     """Return ``path``, which was given as argument ``name``, as a whole path.
 
     Only ``start(model, ids)`` is asked for, which gives an object with ``step(token)``. What else is missing gets the
-    defaults of `OwnPath` and `OwnRun`.
+    defaults of `OwnPath` and `OwnRun`, but for classes that inherit from `kvdrift.paths.path.Path`.
 
     Raises
     ------
@@ -37,22 +32,10 @@ def check_path(path: Any, name: str) -> Path:
     if isinstance(path, type) or not callable(getattr(path, "start", None)):
         shown = path.__name__ if isinstance(path, type) else repr(path)
         raise InputError(f"{name}={shown} is no path; give an object, such as kd.CacheOn() or kd.CacheOff().")
-    return path if isinstance(path, (CacheOn, CacheOff, OwnPath)) else OwnPath(path)
+    return path if Path in type(path).__mro__ else OwnPath(path)
 
 
-def check_room(path: Path, model: Model, n_tokens: int) -> None:
-    """Refuse a run over ``n_tokens`` that the cache of a path could not hold, before it begins.
-
-    Raises
-    ------
-    InputError
-        If the cache is too short, cannot be made, or offloads to the device on which the model is.
-    """
-    if isinstance(path, CacheOn) and path.cache is not None:
-        refuse_full(path.new_cache(path.model or model), n_tokens + path.left_padding)
-
-
-class OwnPath:
+class OwnPath(Path, Wrapper):
     """A path of somebody else's, with defaults for what it leaves out.
 
     Parameters
@@ -72,18 +55,18 @@ class OwnPath:
     'Whole'
     """
 
+    label: str = ""
+    model: Model | None = None
+    attn: str | None = None
+    controls: tuple[Control, ...] = ()
+
     def __init__(self, path: Any) -> None:
         self.path = path
         self.label = str(getattr(path, "label", type(path).__name__))
         own = getattr(path, "model", None)
-        self.model: Model | None = None if own is None else load(own, quiet=True)
-        self.attn: str | None = getattr(path, "attn", None)
-        self.controls: tuple[Control, ...] = tuple(getattr(path, "controls", ()))
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "path":  # not made yet: a copy or an unpickled one
-            raise AttributeError(name)
-        return getattr(self.path, name)
+        self.model = None if own is None else load(own, quiet=True)
+        self.attn = getattr(path, "attn", None)
+        self.controls = tuple(getattr(path, "controls", ()))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, OwnPath) and self.path == other.path
@@ -91,11 +74,32 @@ class OwnPath:
     def __hash__(self) -> int:
         return hash(self.path)
 
+    def offers(self, kind: Any) -> Any:
+        """The path beneath, if it is of ``kind``."""
+        return offered(self.path, kind)
+
     def settings(self) -> Mapping[str, Any]:
         """What decides the numbers of the path beneath."""
         return settings_of(self.path)
 
-    def start(self, model: Model, ids: Sequence[int], controls: tuple[Control, ...] | None = None) -> Run:
+    def with_model(self, model: Model) -> OwnPath:
+        """The same path on another model, by its own ``with_model`` or with another attribute ``model``.
+
+        Raises
+        ------
+        InputError
+            If there is no way to make one.
+        """
+        own = getattr(self.path, "with_model", None)
+        return OwnPath(own(model) if callable(own) else with_attribute(self.path, model))
+
+    def varied(self, **options: Any) -> OwnPath | None:
+        """The same path with other options, if it has a method ``varied`` that knows them."""
+        own = getattr(self.path, "varied", None)
+        other = own(**options) if callable(own) else None
+        return None if other is None else OwnPath(other)
+
+    def start(self, model: Model, ids: Sequence[int], controls: tuple[Control, ...] | None = None) -> OwnRun:
         """Begin a run over a prompt.
 
         Raises
@@ -103,43 +107,54 @@ class OwnPath:
         InputError
             If controls are given, and the path's ``start`` does not take them; if what it gives has no ``step``.
         """
+        model = self.model or model
         if controls is None or controls == self.controls:
-            run = self.path.start(model, ids)
-        elif _takes_controls(self.path.start):
-            run = self.path.start(model, ids, controls)
-        else:
+            return OwnRun(self.path.start(model, ids), self, model, len(ids), Noted(()), self.controls)
+        if not _takes_controls(self.path.start):
             raise InputError(
                 f"{self.label}: start(model, ids) takes no controls, which a rounding floor, local drift and the "
                 "shape-invariant arithmetic of a diagnosis bring: add controls=None to it, or use floor=0 and "
                 "local=False."
             )
-        if not callable(getattr(run, "step", None)):
-            raise InputError(f"{self.label}: start() gives a {type(run).__name__}, which has no step(token).")
-        if all(hasattr(run, member) for member in RUN_MEMBERS):
-            return run
-        return OwnRun(run, self, self.model or model, len(ids), self.controls if controls is None else controls)
+        noted = Noted(controls)
+        return OwnRun(self.path.start(model, ids, noted.controls), self, model, len(ids), noted, controls)
 
 
-class OwnRun:
+class OwnRun(Wrapper):
     """A run of somebody else's, with defaults for what it leaves out.
 
     ``step(token)`` gives a `Step`, or the logits ``[vocab]`` alone. Without ``skip`` a skipped token is a step; without
     ``key_positions`` the keys that a kernel reads are taken to end with the current position, one after the other;
     without ``close`` nothing is let go of. Without ``fork`` what needs one is refused.
+
+    Raises
+    ------
+    InputError
+        If the run has no ``step``.
     """
 
     def __init__(
-        self, run: Any, path: OwnPath, model: Model, n_prompt: int, controls: tuple[Control, ...], n_steps: int = 0
+        self,
+        run: Any,
+        path: OwnPath,
+        model: Model,
+        n_prompt: int,
+        noted: Noted,
+        controls: tuple[Control, ...],
+        n_steps: int = 0,
     ) -> None:
-        self.run, self.path, self._n_prompt, self._n_steps = run, path, n_prompt, n_steps
-        self.model: Model = getattr(run, "model", model)
+        if not callable(getattr(run, "step", None)):
+            raise InputError(f"{path.label}: start() gives a {type(run).__name__}, which has no step(token).")
+        own = getattr(run, "model", None)
+        self.run, self.path, self._n_prompt, self._noted, self._n_steps = run, path, n_prompt, noted, n_steps
+        self.model: Model = own if isinstance(own, Model) else model
         self.attn: str | None = getattr(run, "attn", path.attn)
-        self.controls: tuple[Control, ...] = getattr(run, "controls", controls)
+        self.controls = controls
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "run":
-            raise AttributeError(name)
-        return getattr(self.run, name)
+    def offers(self, kind: Any) -> Any:
+        """The run beneath, if it is of ``kind``; this one where it counts the tokens on the way."""
+        found = offered(self.run, kind)
+        return found if found is None or not is_one(self, kind) else self
 
     def step(self, token: int | None = None) -> Step:
         """Consume a token (at step 0: the prompt) and predict the next.
@@ -147,20 +162,18 @@ class OwnRun:
         Raises
         ------
         InputError
-            If the run's own ``step`` gives something else than a `Step` or logits ``[vocab]``.
+            If the run's own ``step`` gives something else than a `Step` or logits ``[vocab]``, or runs with none of
+            the controls that it was given.
         """
         self._n_steps += 1
-        found = self.run.step(token)
-        if isinstance(found, Tensor):
-            found = Step(found, self._position)
-        logits = getattr(found, "logits", None)
-        if not isinstance(logits, Tensor) or logits.ndim != 1 or not isinstance(getattr(found, "position", None), int):
-            shown = list(logits.shape) if isinstance(logits, Tensor) else type(found).__name__
+        step = self._checked(self.run.step(token), "step")
+        if self._noted.idle:
             raise InputError(
-                f"{self.path.label}: step() gives {shown}; give kvdrift.paths.path.Step(logits, position) with logits "
-                "[vocab], or such logits alone."
+                f"{self.path.label}: start(model, ids, controls) takes controls, and its first step ran outside "
+                f"{self._noted.idle[0]}, so that nothing would be measured under it: hand them on to a run inside "
+                "(kd.CacheOn().start(model, ids, controls)), or enter control.bind(model) around every pass."
             )
-        return found
+        return step
 
     def skip(self, token: int) -> None:
         """Consume a token without needing the prediction."""
@@ -170,6 +183,20 @@ class OwnRun:
             return
         self._n_steps += 1
         own(token)
+
+    def extend(self, tokens: Sequence[int]) -> Step:
+        """Consume several tokens in one pass, if the run can."""
+        self._n_steps += len(tokens)
+        return self._checked(extend(self.run, tokens), "extend")
+
+    def rewind(self, n_tokens: int) -> None:
+        """Forget the last tokens consumed, if the run can."""
+        rewindable(self.run).rewind(n_tokens)
+        self._n_steps -= n_tokens
+
+    def keep_past(self) -> None:
+        """Keep what `rewind` will need."""
+        rewindable(self.run).keep_past()
 
     def key_positions(self, layer: int, n_keys: int) -> Sequence[int]:
         """Absolute positions of the keys that the kernel of ``layer`` reads in the latest pass."""
@@ -191,15 +218,29 @@ class OwnRun:
                 "drift, sweeps, the factorial and evaluations with several strategies start from: add one, or, for "
                 "kd.compare, use local=False."
             )
+        noted = Noted(controls or ())
+        run = own() if controls is None else own(noted.controls)
         chosen = self.controls if controls is None else controls
-        run = own() if controls is None else own(controls)
-        return OwnRun(run, self.path, self.model, self._n_prompt, chosen, self._n_steps)
+        return OwnRun(run, self.path, self.model, self._n_prompt, noted, chosen, self._n_steps)
 
     def close(self) -> None:
         """Let go of what the run holds, if it says how."""
         own = getattr(self.run, "close", None)
         if callable(own):
             own()
+
+    def _checked(self, given: Any, name: str) -> Step:
+        """What the run's own step gave, as a `Step`."""
+        if isinstance(given, Tensor):
+            given = Step(given, self._position)
+        logits = getattr(given, "logits", None)
+        if not isinstance(logits, Tensor) or logits.ndim != 1 or not isinstance(getattr(given, "position", None), int):
+            shown = list(logits.shape) if isinstance(logits, Tensor) else type(given).__name__
+            raise InputError(
+                f"{self.path.label}: {name}() gives {shown}; give kvdrift.paths.path.Step(logits, position) with "
+                "logits [vocab], or such logits alone."
+            )
+        return given
 
     @property
     def _position(self) -> int:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 from jaxtyping import Float
 from torch import Tensor
 
 from kvdrift.controls import Control
+from kvdrift.errors import InputError
 from kvdrift.models.labels import PathInfo
-from kvdrift.settings import settings_of
+from kvdrift.settings import attributes_of, settings_of
 
 if TYPE_CHECKING:
     from kvdrift.models.model import Model
@@ -36,9 +38,14 @@ class Step:
 class Run(Protocol):
     """One path under way over one prompt.
 
-    Only ``step`` is asked for; `kvdrift.paths.own.OwnRun` has defaults for the rest. Beside these a run may have
-    ``stateless = True`` (it keeps nothing but tokens from one step to the next) and be `Overwritable`.
+    Only ``step`` is asked for; `kvdrift.paths.own.OwnRun` has defaults for the rest. What a run can do beside these
+    stands in `kvdrift.paths.capabilities`.
     """
+
+    @property
+    def path(self) -> Path:
+        """The path that it is a run of."""
+        ...
 
     model: Model
     attn: str | None
@@ -70,33 +77,12 @@ class Run(Protocol):
         ...
 
 
-class Overwritable(Protocol):
-    """A run whose stored keys and values can be changed, as a patch with ``write="cache"`` does."""
-
-    def held(self, layer: int) -> range:
-        """Absolute positions of the entries that are stored in ``layer`` for the next pass to read."""
-        ...
-
-    def overwrite(self, layer: int, name: str, heads: Any, positions: Sequence[int], value: Tensor) -> None:
-        """Put ``value [1, kv_head, position, feature]`` into ``name`` (``"k"`` or ``"v"``) at held positions."""
-        ...
-
-
-def overwritable(run: Run) -> Overwritable | None:
-    """The run, if it has both members of `Overwritable`; anything else by one of these names is the user's own."""
-    both = all(callable(getattr(run, name, None)) for name in ("held", "overwrite"))
-    return cast(Overwritable, run) if both else None
-
-
-def stateless(run: Run) -> bool:
-    """Whether what is written during a step ends with it: the run says ``stateless = True``."""
-    return getattr(run, "stateless", False) is True
-
-
 class Path(Protocol):
     """One way to execute a model over tokens.
 
-    Only ``start(model, ids)`` is asked for; `kvdrift.paths.own.OwnPath` has defaults for the rest.
+    Only ``start(model, ids)`` is asked for; `kvdrift.paths.own.OwnPath` has defaults for the rest. A class that
+    inherits from this one promises all of it. In which other manners a path can be run stands in
+    `kvdrift.paths.variants`.
     """
 
     @property
@@ -123,6 +109,48 @@ class Path(Protocol):
         """Begin a run over a prompt; ``controls`` replaces the path's own where given."""
         ...
 
+    def settings(self) -> Mapping[str, Any]:
+        """The plain values that decide its numbers: its class and attributes."""
+        return attributes_of(self)
+
+    def with_model(self, model: Model) -> Path:
+        """The same path on another model."""
+        return with_attribute(self, model)
+
+    def varied(self, **options: Any) -> Path | None:
+        """The same path with other options, such as ``left_padding=3``; None if it has none by that name."""
+        if not is_dataclass(self) or not {field.name for field in fields(self)}.issuperset(options):
+            return None
+        return replace(self, **options)
+
+
+def with_attribute(path: Any, model: Model) -> Any:
+    """A copy of a path whose attribute ``model`` is another one.
+
+    Raises
+    ------
+    InputError
+        If there is no way to make one.
+    """
+    try:
+        if is_dataclass(path) and not isinstance(path, type):
+            return replace(path, model=model)
+        other = copy.copy(path)
+        other.model = model
+        return other
+    except (TypeError, ValueError, AttributeError) as error:
+        raise InputError(
+            f"{getattr(path, 'label', type(path).__name__)} cannot be put on another model ({error}): give it "
+            "with_model(model), the same path on that model."
+        ) from error
+
+
+def on_copy(path: Path, copied: Callable[[Model], Model]) -> Path:
+    """The path with a copy of the model that it has of its own; itself if it has none."""
+    if path.model is None or (other := copied(path.model)) is path.model:
+        return path
+    return path.with_model(other)
+
 
 def path_info(path: Path, model: Model) -> PathInfo:
     """What results say about a path that ran ``model``."""
@@ -134,17 +162,6 @@ def path_info(path: Path, model: Model) -> PathInfo:
         device=str(model.device),
         controls=tuple(control.label for control in path.controls),
     )
-
-
-def path_notes(model: Model, paths: Iterable[Path], n_tokens: int) -> tuple[str, ...]:
-    """What is to be known about numbers of these paths over sequences of so many tokens, each sentence once."""
-    found: list[str | None] = []
-    for path in paths:
-        used = path.model or model
-        if getattr(path, "call", None) == "explicit":
-            found.append(used.default_positions)
-        found.append(used.beyond_context(n_tokens))
-    return tuple(dict.fromkeys(note for note in found if note is not None))
 
 
 def path_settings(path: Path, model: Model) -> dict[str, Any]:

@@ -35,7 +35,7 @@ class Written:
     def watching(self, cache: Cache, position: int) -> Iterator[None]:
         """Note what one pass, whose first token is at ``position``, hands to a cache and gets back from it."""
         self._back, self._found = {}, {}
-        update, own = cache.update, vars(cache).get("update")
+        update, own = cache.update, vars(cache).get("update")  # an update of this one object is somebody else's
 
         def watched(key: Tensor, value: Tensor, layer: int, *args: Any, **kwargs: Any) -> KV:
             self._append(layer, position, key, value)
@@ -44,14 +44,14 @@ class Written:
             self._found.pop(layer, None)
             return back
 
-        cache.update = watched  # type: ignore[method-assign, assignment]
+        vars(cache)["update"] = watched
         try:
             yield
         finally:
             if own is None:
-                del cache.update
-            else:  # an update of this one object, put there by somebody else
-                cache.update = own  # type: ignore[method-assign]
+                del vars(cache)["update"]
+            else:
+                vars(cache)["update"] = own
 
     def _append(self, layer: int, position: int, key: Tensor, value: Tensor) -> None:
         entries = self._entries.setdefault(layer, [])

@@ -9,7 +9,6 @@ from kvdrift.experiments.paper_patching import CONDITIONS, PaperPatching
 from kvdrift.models.ending import nothing_followed
 from kvdrift.patching.recovery import loses
 from kvdrift.patching.result import Sweep
-from kvdrift.paths.cache_off import CacheOff
 from kvdrift.summaries.patch import nothing_written
 from kvdrift.summaries.recovery import short
 
@@ -30,10 +29,15 @@ _ONCE = {
 
 def reading(result: PaperPatching) -> list[str]:
     """What the table says about the paper's inference, in sentences."""
-    return [f"{direction}: {sentence}" for direction, sweep in result.sweeps.items() for sentence in _reading(sweep)]
+    return [
+        f"{direction}: {sentence}"
+        for direction, sweep in result.sweeps.items()
+        for sentence in _reading(sweep, keeps=sweep is result.on_from_off)
+    ]
 
 
-def _reading(sweep: Sweep) -> list[str]:
+def _reading(sweep: Sweep, keeps: bool) -> list[str]:
+    """What one sweep says, whose recipient ``keeps`` something from step to step: it has a cache."""
     if not any(sweep.counted(cell).any() for cell in range(len(sweep.cells))):
         what = f"no step follows the first write at step {min(cell.first for cell in sweep.cells)}"
         return [nothing_followed(sweep.arrays, sweep.provenance, sweep.notes, what)]
@@ -54,7 +58,6 @@ def _reading(sweep: Sweep) -> list[str]:
     if idle:
         said.append(f"{', '.join(idle)} once: {nothing_written(sweep, cells[f'{idle[0]}, one-shot'])}")
     if all(sweep.same_as_unpatched(cells[f"{name}, one-shot"]) for name in once):
-        keeps = sweep.recipient.label != CacheOff().label
         why = "" if keeps else ": a recipient without a cache keeps nothing"
         said.append(f"no bit of a one-shot patch is left after its step{why}")
     elif not set(idle) & set(once):  # a patch that wrote nothing was not tried

@@ -292,5 +292,5 @@ def test_a_path_of_ones_own_is_refused():
         def start(self, model, ids, controls=None):
             return kd.CacheOn().start(model, ids, controls)
 
-    with pytest.raises(InputError, match="a=Own is none"):
+    with pytest.raises(InputError, match="a=own is none"):
         check_generate(True, Own())

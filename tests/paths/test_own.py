@@ -1,10 +1,23 @@
 """Paths of somebody else's: start and step are enough; what else a verb needs is said in one sentence."""
 
+import dataclasses
+
 import pytest
 import torch
 
 import kvdrift as kd
+from kvdrift.diagnosis.cases import default_cases, left_out
 from kvdrift.errors import InputError
+from kvdrift.paths.capabilities import (
+    cache_of,
+    extend,
+    left_padding,
+    overwritable,
+    rewindable,
+    stateless,
+    unplaced,
+    written,
+)
 from kvdrift.paths.own import OwnPath, check_path
 from kvdrift.paths.path import Step
 from kvdrift.settings import settings_of
@@ -126,3 +139,151 @@ def test_what_is_no_run_is_refused(path, words, tiny_model):
 def test_settings_are_those_of_the_path_beneath():
     assert settings_of(check_path(Recompute(2.0), "a")) == settings_of(Recompute(2.0))
     assert settings_of(check_path(Recompute(2.0), "a")) != settings_of(OwnPath(Recompute(3.0)))
+
+
+class Deaf(WithFork):
+    """Takes controls and runs without them."""
+
+    def start(self, model, ids, controls=None):
+        return super().start(model, ids)
+
+
+class DeafFork(WithFork):
+    """Its forks take controls and run without them."""
+
+    def start(self, model, ids, controls=None):
+        run = super().start(model, ids, controls)
+        run.fork = lambda controls=None: ForkingRun.fork(run)
+        return run
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda m, path: kd.diagnose(m, PROMPT, a=path, **SHORT),
+        lambda m, path: kd.compare(m, PROMPT, a=path, floor=1, local=False, **SHORT),
+    ],
+    ids=["diagnose", "floor"],
+)
+def test_controls_that_are_taken_and_not_entered_are_said_and_no_bug(call, tiny_model):
+    with pytest.raises(InputError, match=r"Deaf: .* takes controls, and its first step ran outside \w+\(") as raised:
+        call(tiny_model(), type("Deaf", (Deaf,), {"label": "Deaf"})())
+    assert "\n" not in str(raised.value)
+
+
+def test_a_fork_that_drops_its_controls_is_said(tiny_model):
+    run = check_path(DeafFork(), "a").start(tiny_model(), PROMPT, (kd.ReRoll(0),))
+    run.step()
+    fork = run.fork((kd.ReRoll(1),))
+    with pytest.raises(InputError, match=r"ran outside ReRoll\(seed=1\)"):
+        fork.step(5)
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen(WithFork):
+    scale: float = 1.0
+    model: object = None
+
+
+class Plain(WithFork):
+    model = None
+
+
+class Told(Plain):
+    def with_model(self, model):
+        other = Told(self.scale)
+        other.model, other.told = model, True
+        return other
+
+
+class Fixed(WithFork):
+    __slots__ = ()
+    model = property(lambda self: None)
+
+
+@pytest.mark.parametrize("path", [Frozen(), Plain(), Told(), kd.CacheOn(), kd.CacheOff(label="x")], ids=repr)
+def test_the_same_path_on_another_model(path, tiny_model):
+    model, whole = tiny_model(), check_path(path, "a")
+    other = whole.with_model(model)
+    assert (whole.model, other.model) == (None, model)
+    assert other.label == whole.label
+    assert not isinstance(path, Told) or other.path.told
+    assert whole.with_model(model).settings() != whole.settings()
+
+
+def test_a_path_that_cannot_be_put_on_another_model_says_what_to_add(tiny_model):
+    with pytest.raises(InputError, match=r"with fork cannot be put on another model .*: give it with_model\(model\)"):
+        check_path(Fixed(), "a").with_model(tiny_model())
+
+
+def test_a_path_of_ones_own_runs_its_own_model(tiny_model):
+    one, two = tiny_model(), tiny_model("mistral")
+    path = Plain()
+    path.model = two
+    logits = check_path(path, "a").start(one, PROMPT).step().logits
+    assert torch.equal(logits, kd.CacheOff().start(two, PROMPT).step().logits)
+
+
+class Wrapped:
+    """kvdrift's own runs, with all that they can do, in a path of somebody else's."""
+
+    def start(self, model, ids, controls=None):
+        return kd.CacheOn().start(model, ids, controls)
+
+
+def test_what_a_run_beneath_can_do_is_asked_for_through_the_wrapper(tiny_model):
+    model = tiny_model()
+    run, plain = (check_path(path, "a").start(model, PROMPT) for path in (Wrapped(), kd.CacheOn()))
+    rewindable(run).keep_past()
+    for each in (run, plain):
+        each.step()
+        assert extend(each, [4, 5, 6]).position == len(PROMPT) + 2
+        rewindable(each).rewind(2)
+        assert each.step(9).position == len(PROMPT) + 1
+    assert overwritable(run).held(0) == overwritable(plain).held(0)
+    assert not stateless(run)
+    assert type(cache_of(run)) is type(cache_of(plain))
+    assert (written(run), unplaced(run, {0: 3}), left_padding(run)) == (None, {}, 0)
+
+
+def test_what_a_run_cannot_do_is_one_sentence(tiny_model):
+    run = check_path(Recompute(), "a").start(tiny_model(), PROMPT)
+    assert overwritable(run) is None
+    assert cache_of(run) is None
+    assert not stateless(run)
+    assert stateless(kd.CacheOff().start(tiny_model(), PROMPT))
+    for ask in (rewindable, lambda run: extend(run, [1, 2])):
+        with pytest.raises(InputError, match=r"^Recompute: its runs have no .*: add it, or give a kd.CacheOn\(\)\.$"):
+            ask(run)
+
+
+class Scheme(Wrapped):
+    """A path of somebody else's that can be padded, cut into chunks and called otherwise: what a case asks for."""
+
+    label, call, prefill_chunk = "scheme", "explicit", None
+
+    def __init__(self, **options):
+        self.options = options
+        vars(self).update(options)
+
+    def start(self, model, ids, controls=None):
+        return kd.CacheOn(**self.options).start(model, ids, controls)
+
+    left_padding = 0
+
+    def varied(self, **options):
+        return Scheme(**self.options | options)
+
+    def rewinds(self, model):
+        return True
+
+
+def test_a_path_of_ones_own_gets_the_cases_that_it_can_be_run_in(tiny_model):
+    model = tiny_model()
+    ours, theirs = (
+        [case.name for case in default_cases(model, check_path(path, "a"))] for path in (kd.CacheOn(), Scheme())
+    )
+    assert ours == theirs
+    assert left_out(model, check_path(Scheme(), "a")) == {}
+    assert [case.name for case in default_cases(model, check_path(Wrapped(), "a"))] == ours[:3]
+    assert kd.diagnose(tiny_model(num_hidden_layers=1), a=Scheme(), progress=False).kind == "rounding"

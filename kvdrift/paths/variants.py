@@ -1,0 +1,175 @@
+"""What paths can do beside starting a run, and what they say of it: each asked for by one function.
+
+As in `kvdrift.paths.capabilities`, a path of somebody else's may have any of it, by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from transformers import Cache, QuantizedCache
+
+from kvdrift.backends.cache_state import refuse_full
+from kvdrift.paths.capabilities import left_padding, offered
+from kvdrift.paths.loss import Declared, Dropped, Rounded, as_losses
+from kvdrift.paths.own import check_path
+from kvdrift.paths.path import Path
+
+if TYPE_CHECKING:
+    from kvdrift.models.model import Model
+
+
+class Called(Protocol):
+    """A path whose passes are plain calls of the model, in a manner that can be varied."""
+
+    call: str
+
+    def varied(self, **options: Any) -> Any:
+        """The same path with other options, such as ``call="mask"``; see `kvdrift.backends.manner`."""
+        ...
+
+
+class Chunked(Protocol):
+    """A path that consumes a prompt in several passes, or can."""
+
+    prefill_chunk: int | Sequence[int] | None
+
+
+class Prefixed(Protocol):
+    """A path whose runs may begin with tokens in their cache."""
+
+    begins_filled: bool
+    begins_saved: bool
+
+    def holds(self, ids: Sequence[int] = ()) -> tuple[int, ...]:
+        """The tokens that the cache holds when a run over ``ids`` begins."""
+        ...
+
+    def anew(self, tokens: Sequence[int]) -> Any:
+        """The same path, whose runs compute these tokens in a pass of their own."""
+        ...
+
+
+class Cached(Protocol):
+    """A path with a cache of transformers, of its own where ``cache`` makes one, or else the model's."""
+
+    cache: Callable[[], Cache] | None
+
+    def new_cache(self, model: Model) -> Cache:
+        """The cache of a new run."""
+        ...
+
+
+class Drafting(Protocol):
+    """A path whose runs can consume several tokens in a pass, and take them back where it says so."""
+
+    def rewinds(self, model: Model) -> bool:
+        """Whether its runs on a model can take tokens back."""
+        ...
+
+
+class Lossy(Protocol):
+    """A path that declares what it gives up."""
+
+    lossy: Declared | None
+
+
+def prefill_chunk(path: Path) -> int | Sequence[int] | None:
+    """In chunks of how many tokens the path consumes a prompt; None for all at once."""
+    found: Chunked | None = offered(path, Chunked)
+    return None if found is None else found.prefill_chunk
+
+
+def manner(path: Path) -> str | None:
+    """The manner in which the path calls the model; None if its passes are no plain calls."""
+    found: Called | None = offered(path, Called)
+    return None if found is None else found.call
+
+
+def begins_filled(path: Path) -> bool:
+    """Whether the path's runs begin with tokens in their cache."""
+    found: Prefixed | None = offered(path, Prefixed)
+    return found is not None and found.begins_filled
+
+
+def begins_saved(path: Path) -> bool:
+    """Whether these tokens come from a cache that was filled before, rather than being computed by each run."""
+    found: Prefixed | None = offered(path, Prefixed)
+    return found is not None and found.begins_saved
+
+
+def holds(path: Path, ids: Sequence[int] = ()) -> tuple[int, ...]:
+    """The tokens that a path's cache holds when a run over ``ids`` begins."""
+    found: Prefixed | None = offered(path, Prefixed)
+    return () if found is None else found.holds(ids)
+
+
+def anew(path: Path, tokens: Sequence[int]) -> Path:
+    """The path for another model or dtype: what its runs begin with, ``tokens``, is computed by each."""
+    found: Prefixed | None = offered(path, Prefixed)
+    return path if found is None or not tokens else check_path(found.anew(tokens), path.label)
+
+
+def cached(path: Path) -> Cached | None:
+    """The path as one with a cache of transformers; None if it keeps its past otherwise, or none."""
+    found: Cached | None = offered(path, Cached)
+    return found
+
+
+def own_cache(path: Path) -> Callable[[], Cache] | None:
+    """What makes a cache of the path's own; None if it runs with the model's, or without one of transformers."""
+    found = cached(path)
+    return None if found is None else found.cache
+
+
+def check_room(path: Path, model: Model, n_tokens: int) -> None:
+    """Refuse a run over ``n_tokens`` that the cache of a path could not hold, before it begins.
+
+    Raises
+    ------
+    InputError
+        If the cache is too short, cannot be made, or offloads to the device on which the model is.
+    """
+    found = cached(path)
+    if found is not None and found.cache is not None:
+        refuse_full(found.new_cache(path.model or model), n_tokens + left_padding(path))
+
+
+def drafts(path: Path) -> bool:
+    """Whether the path's runs can consume several tokens in a pass after the prompt."""
+    return offered(path, Drafting) is not None
+
+
+def rewinds(path: Path, model: Model) -> bool:
+    """Whether the path's runs on a model can also take tokens back."""
+    found: Drafting | None = offered(path, Drafting)
+    return found is not None and found.rewinds(model)
+
+
+def declared_loss(path: Path) -> Declared | None:
+    """What a path declares to give up: its ``lossy``, or a quantised cache, which is taken for a sentence.
+
+    Examples
+    --------
+    >>> import kvdrift as kd
+    >>> declared_loss(kd.CacheOn(lossy="keys in float16")), declared_loss(kd.CacheOn())
+    ('keys in float16', None)
+    """
+    found: Lossy | None = offered(path, Lossy)
+    if found is not None and found.lossy:
+        known = isinstance(found.lossy, (str, tuple, Dropped, Rounded))
+        return as_losses(found.lossy) if known else str(found.lossy)  # somebody's own attribute of that name
+    make = own_cache(path)
+    return "the cache is quantised" if make is not None and isinstance(make(), QuantizedCache) else None
+
+
+def path_notes(model: Model, paths: Iterable[Path], n_tokens: int) -> tuple[str, ...]:
+    """What is to be known about numbers of these paths over sequences of so many tokens, each sentence once."""
+    found: list[str | None] = []
+    for path in paths:
+        used = path.model or model
+        if manner(path) == "explicit":
+            found.append(used.default_positions)
+        found.append(used.beyond_context(n_tokens))
+    return tuple(dict.fromkeys(note for note in found if note is not None))

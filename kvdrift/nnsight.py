@@ -202,8 +202,8 @@ def sites(model: Any) -> Sites:
     import nnsight
 
     from kvdrift.backends.nnsight import NNsightBackend, is_nnsight
-    from kvdrift.models.load import load
     from kvdrift.models.model import Model
+    from kvdrift.tracing import load
 
     if isinstance(model, Model) and isinstance(model.backend, NNsightBackend):
         wrapper = model.backend.wrapper
@@ -248,9 +248,9 @@ def _loaded(model: Model) -> tuple[Coverage, Spots]:
 
 def _undispatched(hf: Any) -> tuple[Coverage, Spots]:
     """Where they are in a model without weights: at the modules of the same names as in a tiny model of its class."""
-    from kvdrift.models.architecture import find_blocks
-    from kvdrift.models.load import load
     from kvdrift.models.tiny import FAMILIES, tiny
+    from kvdrift.models.tree import find_blocks
+    from kvdrift.tracing import load
 
     small = next((built for name in FAMILIES if type(built := tiny(name)) is type(hf)), None)
     if small is None:

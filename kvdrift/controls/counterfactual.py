@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from kvdrift.controls.precision import cast_copy
 from kvdrift.controls.same_function import DECODED, check_same_function
 from kvdrift.errors import ModelError
-from kvdrift.models.architecture import describe, find_blocks
+from kvdrift.models.architecture import describe
 from kvdrift.models.load import load
 from kvdrift.models.model import Model
+from kvdrift.models.tree import find_blocks
 
 SHORT = 16
 """Tokens of the float64 check where no short window asks for more."""

@@ -47,7 +47,7 @@ class FixedAttention:
         self.consumed: int | None = None
         self.tokens = 0
         self.padding = 0
-        self.layers = attention_parts(model)
+        self.layers = model.attention_layer_of
 
     def __str__(self) -> str:
         return f"FixedShape(max_length={self.max_length}, tile={self.tiles.tile})"
@@ -153,18 +153,6 @@ class FixedAttention:
         last = torch.tensor(list(queries))[:, None]
         window = call.kwargs.get("sliding_window") if "flash" in self.model.attn else None
         return (at <= last) & (at > last - (window or queries.stop))
-
-
-def attention_parts(model: Model) -> dict[int, int]:
-    """Block number by the ``id`` of any module inside an attention over the tokens of the block."""
-    return {
-        id(part): layer
-        for layer, (block, module) in enumerate(zip(model.tree.blocks, model.tree.attention_modules, strict=True))
-        if module is not None
-        for alike in block.modules()  # a block may hold two
-        if type(alike) is type(module)
-        for part in alike.modules()
-    }
 
 
 def _has_keys(name: str, given: Tensor, call: AttentionCall) -> bool:

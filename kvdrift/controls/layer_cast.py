@@ -50,7 +50,7 @@ class LayerCast:
         if not any(weight.dtype in HALVES for weight in model.hf.parameters()):
             raise InputError("LayerCast casts 16-bit weights, and this model has none; load it in bfloat16 or float16.")
         exact = TrueFloat32().bind(model)
-        around = [part for part in model.hf.modules() if id(part) not in model.layer_of]
+        around = [part for part in model.modules if id(part) not in model.layer_of]
         outside = [part for part in around if part._parameters or part._buffers]
 
         def enter(stack: ExitStack) -> None:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from kvdrift.controls.fixed_attention import attention_parts
 from kvdrift.models.sites import HEAD_SITES, LOGITS, PATTERN
 from kvdrift.paths.capabilities import extend, left_padding, unplaced, written
 from kvdrift.paths.path import Run, Step
@@ -235,7 +234,7 @@ class _Calls:
     order = Order.OBSERVE
 
     def __init__(self, model: Model) -> None:
-        self._parts = attention_parts(model)
+        self._parts = model.attention_layer_of
         self._tokens: list[int] = []
         self._found: list[tuple[int, AttentionCall]] = []
 

@@ -14,13 +14,14 @@ from kvdrift.backends.backend import Backend
 from kvdrift.backends.kinds import kind_of
 from kvdrift.errors import InputError, ModelError
 from kvdrift.fingerprint import fingerprint
-from kvdrift.models.architecture import Architecture, BlockTree, describe, find_blocks
+from kvdrift.models.architecture import Architecture, describe
 from kvdrift.models.coverage import Coverage
 from kvdrift.models.labels import Prompt
 from kvdrift.models.positions import default_positions
 from kvdrift.models.prompts import PromptLike, encode
 from kvdrift.models.rope import beyond, extends
 from kvdrift.models.source import Source
+from kvdrift.models.tree import BlockTree, find_blocks
 
 
 class Model:
@@ -127,6 +128,23 @@ class Model:
         return {id(m): layer for layer, block in enumerate(self.tree.blocks) for m in block.modules()}
 
     @cached_property
+    def attention_layer_of(self) -> dict[int, int]:
+        """Block number by the ``id`` of any module inside an attention over the tokens of the block."""
+        return {
+            id(part): layer
+            for layer, (block, module) in enumerate(zip(self.tree.blocks, self.tree.attention_modules, strict=True))
+            if module is not None
+            for alike in block.modules()  # a block may hold two
+            if type(alike) is type(module)
+            for part in alike.modules()
+        }
+
+    @cached_property
+    def modules(self) -> tuple[torch.nn.Module, ...]:
+        """Every module, the model itself first."""
+        return tuple(self.hf.modules())
+
+    @cached_property
     def eos_ids(self) -> frozenset[int]:
         """Token ids that end a text: those of the generation config, else of the tokenizer."""
         found = getattr(getattr(self.hf, "generation_config", None), "eos_token_id", None)
@@ -139,7 +157,7 @@ class Model:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Evaluation mode for a while; modules that were training are put back."""
-        training = [module for module in self._modules if module.training]
+        training = [module for module in self.modules if module.training]
         for module in training:
             module.training = False
         try:
@@ -147,10 +165,6 @@ class Model:
         finally:
             for module in training:
                 module.training = True
-
-    @cached_property
-    def _modules(self) -> list[Any]:
-        return list(self.hf.modules())
 
     # --- prompts and tokens
 

@@ -11,7 +11,8 @@ from faults.fault import fault, second_attention_layer
 from faults.passes import Pass, during, watched
 from torch import nn
 
-from kvdrift.models.architecture import describe, find_blocks
+from kvdrift.models.architecture import describe
+from kvdrift.models.tree import find_blocks
 
 
 def attention_modules(hf: Any) -> dict[int, nn.Module]:

@@ -12,7 +12,7 @@ from faults.fault import fault
 from faults.passes import watched
 from torch import Tensor, nn
 
-from kvdrift.models.architecture import find_blocks
+from kvdrift.models.tree import find_blocks
 
 
 def off(x: Tensor) -> Tensor:

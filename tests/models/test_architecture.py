@@ -9,8 +9,9 @@ import transformers
 from torch import nn
 
 from kvdrift.errors import FileError, ModelError
-from kvdrift.models.architecture import Architecture, LayerInfo, describe, find_blocks
+from kvdrift.models.architecture import Architecture, LayerInfo, describe
 from kvdrift.models.tiny import FAMILIES, tiny
+from kvdrift.models.tree import find_blocks
 
 FULL = ["full"] * 4
 MODEL = ("model.layers", "model.embed_tokens", "model.norm", "self_attn")

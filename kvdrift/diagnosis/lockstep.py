@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 from kvdrift.controls import Control
 from kvdrift.controls.combine import with_arm
 from kvdrift.diagnosis.cases import Case
-from kvdrift.diagnosis.observe import Observer, Snapshot, advance
+from kvdrift.diagnosis.observe import Observer, Snapshot
 from kvdrift.paths.capabilities import rewindable, stateless
 from kvdrift.paths.path import Path, Run
+from kvdrift.paths.stepper import advance
 
 if TYPE_CHECKING:
     from kvdrift.models.model import Model

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvdrift.models.sites import HEAD_SITES, LOGITS, PATTERN
-from kvdrift.paths.capabilities import extend, left_padding, unplaced, written
-from kvdrift.paths.path import Run, Step
+from kvdrift.paths.capabilities import left_padding, unplaced, written
+from kvdrift.paths.path import Run
+from kvdrift.paths.stepper import Shown, Stepper
 from kvdrift.paths.written import Written
 from kvdrift.tracing.seam import AttentionCall, Order, Output, seam
-from kvdrift.tracing.tap import Tap, Values, n_tokens
+from kvdrift.tracing.tap import Tap, n_tokens
 
 if TYPE_CHECKING:
     from kvdrift.models.model import Model
@@ -112,13 +113,6 @@ def by_uncached_pass(model: Model) -> Model:
     return view
 
 
-def advance(run: Run, tokens: Sequence[int] | None) -> Step:
-    """One pass of a run over these tokens, or (None) over its prompt; several tokens ask for an `Extendable`."""
-    if tokens is None:
-        return run.step()
-    return run.step(tokens[0]) if len(tokens) == 1 else extend(run, tokens)
-
-
 class Observer:
     """Steps a run and takes a `Snapshot` of every step.
 
@@ -133,30 +127,27 @@ class Observer:
         model = run.model
         sites = dict.fromkeys(site for site in model.coverage.sites if site != PATTERN)
         self._tap = Tap(model, sites, where="all", kv_where="all", keep=True)
+        self._stepper = Stepper(run, (), self._tap)
         self._calls = _Calls(model)
         self._rotary = _RotaryPosition(model)
 
     def step(self, tokens: Sequence[int] | None = None) -> Snapshot:
-        """One step of the run, observed; see `advance`."""
-        self._tap.steps.clear()
-        self._tap.consumed.clear()
+        """One step of the run, observed; see `Stepper.step`."""
         hf = self.run.model.hf
         with ExitStack() as stack:
             stack.callback(hf.register_forward_pre_hook(self._calls.begin, with_kwargs=True).remove)
             stack.callback(hf.register_forward_pre_hook(self._rotary.begin).remove)
             for context in (self._tap, seam(hf, self._calls), self._rotary.watching()):
                 stack.enter_context(context)
-            step = advance(self.run, tokens)
-        passes, self._tap.steps = self._tap.steps, []
-        tokens, calls = self._calls.take()
-        last = passes[-1]
-        kv: dict[Key, tuple[Tensor, Sequence[int]]] = {
-            (layer, site): (value[0], self.run.key_positions(layer, value.shape[2]))
+            shown = self._stepper.step(tokens, finite=False)
+        n_tokens, calls = self._calls.take()
+        kv = {
+            (layer, site): (value[0], shown.keys[layer])
             for site in ("k", "v")
-            for layer, value in last.get(site, {}).items()
+            for layer, value in shown.values.get(site, {}).items()
         }
-        placed = self._placed(step.position, tokens, calls)
-        return Snapshot(step.position, _rows(passes, tokens), kv, step.logits, placed, self._rotary.take())
+        placed = self._placed(shown.position, n_tokens, calls)
+        return Snapshot(shown.position, _rows(shown), kv, shown.logits, placed, self._rotary.take())
 
     def _placed(self, position: int, tokens: list[int], calls: list[tuple[int, AttentionCall]]) -> list[Call]:
         """The calls of a step with the positions of their queries and keys; its last pass ends at the current one."""
@@ -206,19 +197,19 @@ def _evicted(written: Written, layer: int, end: int, call: AttentionCall) -> Seq
     return written.place(entries, (call.key, call.value))
 
 
-def _rows(passes: list[Values], tokens: list[int]) -> dict[Key, Tensor]:
+def _rows(shown: Shown) -> dict[Key, Tensor]:
     """Sites with a row per token, rows first, the passes of a chunked prefill one after the other.
 
     A layer that computes the last tokens of a pass only (where it writes no keys that others read) has rows of the
     last chunk alone.
     """
     found: dict[Key, Tensor] = {}
-    for site, layers in passes[-1].items():
+    for site, layers in shown.values.items():
         if site in ("k", "v", LOGITS):
             continue
         for layer in layers:
-            parts = [_rows_first(values[site][layer][0], site in HEAD_SITES) for values in passes]
-            whole = all(len(rows) == n for rows, n in zip(parts, tokens, strict=True))
+            parts = [_rows_first(values[site][layer][0], site in HEAD_SITES) for values in shown.passes]
+            whole = all(len(rows) == n for rows, n in zip(parts, shown.consumed, strict=True))
             found[layer, site] = torch.cat(parts) if whole and len(parts) > 1 else parts[-1]
     return found
 

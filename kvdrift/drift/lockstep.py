@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -19,11 +18,9 @@ from kvdrift.drift.metrics import kl_divergence, logit_metrics
 from kvdrift.models.head import Float32Head
 from kvdrift.models.model import Model
 from kvdrift.models.sites import BLOCK_SITES, GLOBAL_SITES
-from kvdrift.paths.capabilities import unplaced
-from kvdrift.paths.nonfinite import explain_nonfinite
-from kvdrift.paths.path import Path, Run, Step
+from kvdrift.paths.path import Path
+from kvdrift.paths.stepper import Shown, Stepper, started
 from kvdrift.tracing.borrow import Borrow
-from kvdrift.tracing.finite import is_nonfinite
 from kvdrift.tracing.tap import Tap, Values
 
 RESIDUAL = ("embed", *BLOCK_SITES, "final_norm")
@@ -80,71 +77,27 @@ class Plan:
 
 
 @dataclass
-class _Live:
-    """One run, the tap on its model, and what its latest step left."""
+class _Walk:
+    """One prompt under way.
 
-    run: Run
-    tap: Tap
-    step: Step | None = None
-    values: Values = field(default_factory=dict)
-    key_positions: dict[int, Sequence[int]] = field(default_factory=dict)
-    left_out: dict[str, set[int]] = field(default_factory=dict)
+    Attributes
+    ----------
+    a, b, floors
+        The paths and the re-rolls of path a.
+    before
+        What the kernels of each path read at its latest watched step, kept for self-drift alone.
+    steps
+        The numbers of each measured step.
+    kept
+        Step → K/V drift at every position.
+    """
 
-    def advance(self, token: int | None) -> None:
-        self.values = {}
-        self.tap.enabled = True
-        self.step = self.run.step(token)
-        self.values = self.tap.take()
-        lengths = {layer: key.shape[2] for layer, key in self.values.get("k", {}).items()}
-        self.key_positions = {layer: self.run.key_positions(layer, n) for layer, n in lengths.items()}
-        for layer, why in unplaced(self.run, lengths).items():
-            self.left_out.setdefault(why, set()).add(layer)
-
-    def skip(self, token: int) -> None:
-        self.tap.enabled = False
-        self.run.skip(token)
-
-    def keys(self, layer: int, n_keys: int) -> Sequence[int]:
-        """Absolute positions of the keys that the kernel of ``layer`` read in the latest step."""
-        return self.key_positions[layer]
-
-    @property
-    def reading(self) -> Reading:
-        """The keys and values that the kernels read in the latest step."""
-        layers = self.run.model.architecture.layers
-        first_seen = {info.index: info.first_seen(self.position) for info in layers}
-        return Reading(self.values, self.key_positions, first_seen, self.position)
-
-    @property
-    def logits(self) -> Tensor:
-        """Logits of the latest step, ``[vocab]``."""
-        assert self.step is not None, "no step was taken yet"
-        return self.step.logits
-
-    @property
-    def position(self) -> int:
-        """The current position."""
-        assert self.step is not None, "no step was taken yet"
-        return self.step.position
-
-
-class _Forks(list[Run]):
-    """Forks, each closed as soon as it has served, and the others when the block is left."""
-
-    def taken(self) -> Iterator[Run]:
-        """One after the other."""
-        while self:
-            try:
-                yield self[0]
-            finally:
-                self.pop(0).close()
-
-    def __enter__(self) -> _Forks:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        while self:
-            self.pop(0).close()
+    a: Stepper
+    b: Stepper
+    floors: Sequence[Stepper]
+    before: dict[str, Reading] = field(default_factory=dict)
+    steps: list[Arrays] = field(default_factory=list)
+    kept: dict[int, Arrays] = field(default_factory=dict)
 
 
 class Lockstep:
@@ -213,36 +166,30 @@ class Lockstep:
         NonFiniteError
             If a path produces NaN or infinity, with the place where it began.
         """
-        steps: list[Arrays] = []
-        kept: dict[int, Arrays] = {}
-        tokens = list(ids)
+        fed: list[int] = []
+        self.left_out = {path.label: {} for path in (self.a, self.b)}
         for model in (self.model_a, self.model_b):
             if id(model) not in self._heads:
                 self._heads[id(model)] = _float32_head(model)
         with ExitStack() as stack:
             tap_a = stack.enter_context(self._tap(self.model_a))
             tap_b = tap_a if self.model_b is self.model_a else stack.enter_context(self._tap(self.model_b))
-            a = self._live(stack, self.a.start(self.model_a, ids), tap_a)
-            b = self._live(stack, self.b.start(self.model_b, ids), tap_b)
-            self.left_out = {self.a.label: a.left_out, self.b.label: b.left_out}
-            floors = [
-                self._live(stack, self.a.start(self.model_a, ids, (*self.a.controls, ReRoll(seed))), tap_a)
-                for seed in self.plan.seeds
-            ]
+            a = stack.enter_context(started(self.a, self.model_a, ids, tap_a))
+            b = stack.enter_context(started(self.b, self.model_b, ids, tap_b))
+            rerolled = [(*self.a.controls, ReRoll(seed)) for seed in self.plan.seeds]
+            floors = [stack.enter_context(started(self.a, self.model_a, ids, tap_a, with_)) for with_ in rerolled]
+            walk = _Walk(a, b, floors)
             for number in range(n_steps):
-                token = tokens[-1] if number else None
-                measured = number % self.plan.every == 0
-                if measured:
-                    steps.append(self._measure(a, b, floors, token, tokens))
-                    if number % self.plan.kv_every == 0 and self.plan.kv:
-                        kept[number] = self._positions(a, b)
+                token = fed[-1] if fed else None
+                if number % self.plan.every == 0:
+                    logits = self._measure(walk, number, token)
                 else:
-                    self._pass_over(a, b, floors, tokens)
-                tokens.append(choose(a.logits, b.logits if measured else None, number))
+                    logits = self._pass_over(walk, fed[-1])
+                fed.append(choose(*logits, number))
                 tick()
-                if tokens[-1] in stop:
+                if fed[-1] in stop:
                     break
-        return self._gather(steps, kept, tokens[len(ids) :])
+        return self._gather(walk.steps, walk.kept, fed)
 
     # --- set-up
 
@@ -258,60 +205,59 @@ class Lockstep:
         # A cache that writes in place (a static one) would change the previous step's K/V under our hands.
         return Tap(model, sites, kv_where="all", copy=self.plan.self_drift)
 
-    @staticmethod
-    def _live(stack: ExitStack, run: Run, tap: Tap) -> _Live:
-        stack.callback(run.close)
-        return _Live(run, tap)
-
     # --- steps
 
-    def _pass_over(self, a: _Live, b: _Live, floors: list[_Live], tokens: list[int]) -> None:
+    def _pass_over(self, walk: _Walk, token: int) -> tuple[Tensor, Tensor | None]:
         """A step that is not measured: path a predicts, the others only consume."""
-        a.advance(tokens[-1])
-        self._refuse_nonfinite(a, tokens)
-        for live in (b, *floors):
-            live.skip(tokens[-1])
+        shown = walk.a.step(token, watch=self.plan.self_drift)
+        for stepper in (walk.b, *walk.floors):
+            stepper.skip(token)
+        if self.plan.self_drift:
+            walk.before["self_a"] = _reading(walk.a, shown)
+        return shown.logits, None
 
-    def _measure(self, a: _Live, b: _Live, floors: list[_Live], token: int | None, tokens: list[int]) -> Arrays:
-        """One step of everything; the numbers of this step."""
+    def _measure(self, walk: _Walk, number: int, token: int | None) -> tuple[Tensor, Tensor | None]:
+        """One step of everything; keeps its numbers, and gives the logits of a and b."""
         plan = self.plan
-        earlier = [copy.copy(live) for live in (a, b)] if plan.self_drift else []  # keeps their K/V a step longer
-        with _Forks() as forks:
-            if token is not None and plan.local_layers:
-                forks.append(a.run.fork())
-                forks.extend(a.run.fork((*a.run.controls, ReRoll(seed))) for seed in plan.seeds)
-            b.advance(token)
-            self._refuse_nonfinite(b, tokens)
-            found = self._local(a, b, forks, token)
-        a.advance(token)
-        self._refuse_nonfinite(a, tokens)
+        b = walk.b.step(token)
+        found = self._local(walk, b, token)
+        a = walk.a.step(token)
         self.dtypes = {"a": _dtypes(a.values), "b": _dtypes(b.values)}
-        found |= _under("drift", self._drift(a, b, tokens))
-        found |= self._floor(a, floors, token, tokens)
-        if token is not None:
-            for name, live, before in zip(("self_a", "self_b"), (a, b), earlier, strict=False):
-                found |= _under(name, self._self_drift(live, before))
+        for path, shown in ((self.a, a), (self.b, b)):
+            for layer, reason in shown.left_out.items():
+                self.left_out[path.label].setdefault(reason, set()).add(layer)
+        readings = _reading(walk.a, a), _reading(walk.b, b)
+        found |= _under("drift", self._drift(walk, a, b, *readings))
+        found |= self._floor(walk.floors, a, token)
+        for name, reading in zip(("self_a", "self_b"), readings, strict=True):
+            if name in walk.before:  # this step's K/V against the same path's previous step, where both read
+                found |= _under(name, _rel_l2(measure.kv_metrics(reading, walk.before[name], plan.kv)))
+            if plan.self_drift:
+                walk.before[name] = reading
         found["top1_a"], found["top1_b"] = (np.array(int(x.logits.argmax())) for x in (a, b))
-        return found
+        walk.steps.append(found)
+        if number % plan.kv_every == 0 and plan.kv:
+            walk.kept[number] = measure.kv_positions(*readings, plan.kv)
+        return a.logits, b.logits
 
-    def _drift(self, a: _Live, b: _Live, tokens: list[int]) -> Arrays:
+    def _drift(self, walk: _Walk, a: Shown, b: Shown, reading_a: Reading, reading_b: Reading) -> Arrays:
         plan, device = self.plan, a.logits.device
         found = measure.residual_metrics(a.values, b.values, plan.residual, device)
         if any(np.isnan(values).any() for values in _rel_l2(found).values()):
-            raise explain_nonfinite(a.run, tokens)
+            raise walk.a.nonfinite()
         found |= measure.head_metrics(a.values, b.values, plan.queries)
-        found |= measure.kv_metrics(a.reading, b.reading, plan.kv)
+        found |= measure.kv_metrics(reading_a, reading_b, plan.kv)
         logits = logit_metrics(a.logits, b.logits.to(device))
         if (kl := self._kl_float32_head(a, b)) is not None:
             logits["kl_float32_head"] = kl
         return found | {f"logits/{name}": value.cpu().numpy() for name, value in logits.items()}
 
-    def _kl_float32_head(self, a: _Live, b: _Live) -> Tensor | None:
+    def _kl_float32_head(self, a: Shown, b: Shown) -> Tensor | None:
         """KL(b‖a) with the LM head in float32 on the same states, where both heads are understood."""
         heads = [self._heads[id(model)] for model in (self.model_a, self.model_b)]
         if heads[0] is None or heads[1] is None:
             return None
-        state_a, state_b = (live.values["final_norm"][0] for live in (a, b))
+        state_a, state_b = (shown.values["final_norm"][0] for shown in (a, b))
         if heads[0] is not heads[1]:
             logits_a, logits_b = heads[0](state_a)[0], heads[1](state_b)[0]
         elif same_bits(state_a, state_b):
@@ -320,32 +266,30 @@ class Lockstep:
             logits_a, logits_b = heads[0](torch.cat([state_a, state_b]))
         return kl_divergence(logits_b.to(logits_a.device), logits_a)
 
-    def _floor(self, a: _Live, floors: list[_Live], token: int | None, tokens: list[int]) -> Arrays:
+    def _floor(self, floors: Sequence[Stepper], a: Shown, token: int | None) -> Arrays:
         """Path a against its re-rolls: ``floor/{site}/rel_l2 [seed, layer]`` and logit metrics ``[seed]``."""
         rows: list[Arrays] = []
-        for live in floors:
-            live.advance(token)
-            self._refuse_nonfinite(live, tokens)
-            row = measure.residual_metrics(live.values, a.values, self.plan.floored, a.logits.device)
-            logits = logit_metrics(live.logits, a.logits)
+        for stepper in floors:
+            shown = stepper.step(token)
+            row = measure.residual_metrics(shown.values, a.values, self.plan.floored, a.logits.device)
+            logits = logit_metrics(shown.logits, a.logits)
             rows.append(_rel_l2(row) | {f"logits/{name}": logits[name].cpu().numpy() for name in FLOOR_LOGITS})
-            live.values = {}
+            del shown
         return _stack_seeds("floor", rows)
 
-    def _local(self, a: _Live, b: _Live, forks: _Forks, token: int | None) -> Arrays:
+    def _local(self, walk: _Walk, b: Shown, token: int | None) -> Arrays:
         """Path a's own work on path b's inputs, against b's outputs; and against its re-rolls."""
-        if not forks:
-            return {}
         plan, outputs = self.plan, []
-        for fork in forks.taken():
-            with Borrow(self.model_a, b.values, b.keys, fork.key_positions, b.position):
-                borrower = _Live(fork, a.tap)
-                borrower.advance(token)
+        if token is None or not plan.local_layers:
+            return {}
+        for controls in (None, *((*walk.a.run.controls, ReRoll(seed)) for seed in plan.seeds)):
+            with (
+                walk.a.fork(controls) as fork,
+                Borrow(self.model_a, b.values, lambda layer, _: b.keys[layer], fork.run.key_positions, b.position),
+            ):
+                values = fork.step(token, finite=False).values
             outputs.append(
-                {
-                    site: {layer: borrower.values[site][layer] for layer in plan.local_layers}
-                    for site in plan.local_sites
-                }
+                {site: {layer: values[site][layer] for layer in plan.local_layers} for site in plan.local_sites}
             )
         own, *reordered = outputs
         device = b.logits.device
@@ -353,18 +297,6 @@ class Lockstep:
         found = _under("local", measure.residual_metrics(own, reference, plan.local_sites, device))
         rows = [_rel_l2(measure.residual_metrics(other, own, plan.local_sites, device)) for other in reordered]
         return found | _stack_seeds("local_floor", rows)
-
-    def _self_drift(self, live: _Live, before: _Live) -> Arrays:
-        """This step's K/V against the same path's previous step, at the positions both read."""
-        return _rel_l2(measure.kv_metrics(live.reading, before.reading, self.plan.kv))
-
-    def _positions(self, a: _Live, b: _Live) -> Arrays:
-        return measure.kv_positions(a.reading, b.reading, self.plan.kv)
-
-    @staticmethod
-    def _refuse_nonfinite(live: _Live, tokens: list[int]) -> None:
-        if is_nonfinite(live.logits):
-            raise explain_nonfinite(live.run, tokens)
 
     # --- results
 
@@ -390,6 +322,14 @@ def _float32_head(model: Model) -> Float32Head | None:
     with model.evaluating(), Tap(model, {"final_norm": None}) as tap:
         logits = model.backend.forward(torch.tensor([[0]], device=model.device), 0)
     return Float32Head.find(model, tap.values["final_norm"][0], logits)
+
+
+def _reading(stepper: Stepper, shown: Shown) -> Reading:
+    """The keys and values that the kernels read in a step."""
+    layers = stepper.run.model.architecture.layers
+    first_seen = {info.index: info.first_seen(shown.position) for info in layers}
+    kv = {site: of_layers for site, of_layers in shown.values.items() if site in ("k", "v")}
+    return Reading(kv, shown.keys, first_seen, shown.position)
 
 
 def _dtypes(values: Values) -> dict[str, str]:

@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -16,11 +17,12 @@ from kvdrift.evaluation.strategies import Decision, Strategy
 from kvdrift.evaluation.task import Item, Task
 from kvdrift.models.ending import stops
 from kvdrift.models.model import Model
-from kvdrift.paths.nonfinite import explain_nonfinite
-from kvdrift.paths.path import Path, Run
+from kvdrift.paths.path import Path
+from kvdrift.paths.sampling import following
+from kvdrift.paths.stepper import Shown, Stepper, started
+from kvdrift.paths.text import write
 from kvdrift.plain import to_plain
 from kvdrift.provenance import prompt_hash
-from kvdrift.tracing.finite import is_nonfinite
 
 
 @dataclass(frozen=True)
@@ -146,47 +148,39 @@ class ItemRunner:
     ) -> tuple[list[_Text], float | None]:
         """All texts of one path, and its log-probability of the gold text: the prompt is consumed once for all."""
         controls = None if reroll is None else (*path.controls, reroll)
-        start = path.start(self.model, ids, controls)
-        try:
-            first = start.step().logits
-            texts = []
+        texts, gold = [], None
+        with started(path, self.model, ids, controls=controls) as start:
+            first = start.step()
             for number, (strategy, seed) in enumerate(self._cells()):
-                run = start.fork()
-                try:
-                    other = None if others is None else others[number]
-                    texts.append(self._write(run, first, strategy.sampler(seed, item.id), ids, other))
-                finally:
-                    run.close()
-            gold = None
+                other = None if others is None else others[number]
+                with start.fork() as fork:
+                    texts.append(self._write(fork, first, strategy.sampler(seed, item.id), other))
             if gold_ids:
-                run = start.fork()
-                try:
-                    gold = self._read(run, first, gold_ids, ids)
-                finally:
-                    run.close()
-        finally:
-            start.close()
+                with start.fork() as fork:
+                    gold = _read(fork, first, gold_ids)
         return texts, gold
 
-    def _write(self, run: Run, logits: Tensor, choose: Decision, ids: list[int], other: _Text | None) -> _Text:
+    def _write(self, stepper: Stepper, first: Shown, decision: Decision, other: _Text | None) -> _Text:
         """Free running: the path feeds itself until its text ends.
 
         Beside ``other`` (path a's text) logits are digested only until they differ from its own, or the tokens do: what
         comes later is never compared, and each digest costs a copy from the device.
         """
         text, comparing = _Text(), True
-        while True:
-            self._check(logits, [*ids, *text.tokens], run)
-            step = len(text.tokens)
-            scores = choose.scores(logits, step)
-            text.tokens.append(token := int(scores.argmax()))
-            if comparing:
-                text.digests.append(_digest(logits))
-                comparing = other is None or (text.digests[-1], token) == (other.digests[step], other.tokens[step])
+
+        def choose(logits: Tensor, step: int) -> int:
+            scores = decision.scores(logits, step)
             text.margins.append(_margin(scores))
+            return int(scores.argmax())
+
+        for step, (shown, token) in enumerate(write(stepper, choose, first=first)):
+            text.tokens.append(token)
+            if comparing:
+                text.digests.append(_digest(shown.logits))
+                comparing = other is None or (text.digests[-1], token) == (other.digests[step], other.tokens[step])
             if self._ends(text, other):
-                return text
-            logits = run.step(token).logits
+                break
+        return text
 
     def _ends(self, text: _Text, other: _Text | None) -> bool:
         """Whether the text is finished; notes why, and what it says."""
@@ -211,20 +205,6 @@ class ItemRunner:
         whole = self._decode(text.tokens)
         found = [place for place in map(whole.find, self.plan.task.stop) if place >= 0]
         return min(found, default=None)
-
-    def _read(self, run: Run, logits: Tensor, gold: Sequence[int], ids: list[int]) -> float:
-        """Forced: log-probability (nats) of the gold tokens, one by one, in float64."""
-        total = 0.0
-        for number, token in enumerate(gold):
-            if number:
-                logits = run.step(gold[number - 1]).logits
-            self._check(logits, [*ids, *gold[:number]], run)
-            total += float(logits.double().log_softmax(-1)[token])
-        return total
-
-    def _check(self, logits: Tensor, consumed: list[int], run: Run) -> None:
-        if is_nonfinite(logits):
-            raise explain_nonfinite(run, consumed)
 
     # --- text
 
@@ -257,6 +237,14 @@ class ItemRunner:
         margins = None if divergence is None else (a.margins[divergence], text.margins[divergence])
         answer = self._answer(text, item, scored=not self.plan.stop_at_divergence)
         return Compared(**answer, divergence=divergence, unequal=unequal, margins=margins)
+
+
+def _read(stepper: Stepper, first: Shown, gold: Sequence[int]) -> float:
+    """Forced: log-probability (nats) of the gold tokens, one by one, in float64."""
+    total = 0.0
+    for shown, token in islice(write(stepper, following(gold), first=first), len(gold)):
+        total += float(shown.logits.double().log_softmax(-1)[token])
+    return total
 
 
 def _digest(logits: Tensor) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -19,14 +19,15 @@ from kvdrift.fingerprint import one_job
 from kvdrift.models.model import Model
 from kvdrift.patching.blocks import gather
 from kvdrift.patching.factorial_result import METRICS, PAIRS, Factorial
-from kvdrift.patching.moment import Live, Moment
+from kvdrift.patching.moment import Moment, moment
 from kvdrift.patching.noise import generator, nudged
 from kvdrift.patching.setup import Setup, read
 from kvdrift.patching.spec import Patch
 from kvdrift.paths.cache_off import CacheOff
 from kvdrift.paths.cache_on import CacheOn
-from kvdrift.paths.path import Path, Run
+from kvdrift.paths.path import Path
 from kvdrift.paths.sampling import greedy
+from kvdrift.paths.stepper import Stepper, started
 from kvdrift.tracing.tap import Tap
 from kvdrift.tracing.writer import Block, Writer
 
@@ -119,15 +120,15 @@ def _one_prompt(setup: Setup, number: int, on: Model, off: Model, seed: int, bar
         tap_on = stack.enter_context(Tap(on, every, kv_where="all", copy=False))
         tap_off = stack.enter_context(Tap(off, every, kv_where="all", copy=False))
         tap_on.enabled = tap_off.enabled = False
-        a = stack.enter_context(closing(Live(setup.recipient.start(setup.model, ids), tap_on)))
-        b = stack.enter_context(closing(Live(setup.donor.start(setup.model, ids), tap_off)))
+        a = stack.enter_context(started(setup.recipient, setup.model, ids, tap_on))
+        b = stack.enter_context(started(setup.donor, setup.model, ids, tap_off))
         writer_on = Writer(on, {site: sorted(layers) for site, layers in every.items()})
         writer_off = writer_on if off is on else Writer(off, writer_on.sites)
         for step in range(setup.lengths[number]):
             token = tokens[-1] if step else None
             with ExitStack() as before:
-                forks = [] if token is None else [before.enter_context(closing(x.run.fork())) for x in (a, b)]
-                y00, y11 = b.step(step, token, tokens, True), a.step(step, token, tokens, True)
+                forks = [] if token is None else [before.enter_context(x.fork()) for x in (a, b)]
+                y00, y11 = moment(b.step(token)), moment(a.step(token))
                 crossed = {"y10": y11.logits, "y01": y00.logits, "ulp1": y11.logits, "ulp0": y00.logits}
                 if token is not None:
                     at_on, at_off = forks
@@ -147,13 +148,13 @@ def _one_prompt(setup: Setup, number: int, on: Model, off: Model, seed: int, bar
     return found | {"fed": np.array(tokens[len(ids) :])}
 
 
-def _crossed(model: Model, at: Run, token: int, own: Moment, other: Moment, writer: Writer) -> Tensor:
+def _crossed(model: Model, at: Stepper, token: int, own: Moment, other: Moment, writer: Writer) -> Tensor:
     """One step from ``at`` that reads the other path's past K/V."""
     given, _ = gather(PAST, model, own, other, None, 0)
     return _step(at, token, own, writer, [entry.block for entry in given])
 
 
-def _nudged(model: Model, at: Run, token: int, own: Moment, writer: Writer, key: tuple[int, int]) -> Tensor:
+def _nudged(model: Model, at: Stepper, token: int, own: Moment, writer: Writer, key: tuple[int, int]) -> Tensor:
     """One step from ``at`` that reads its own past K/V with one entry moved by one ulp: the first of `DRAWS` random
     entries whose move changes a bit of the logits, or the last."""
     given, _ = gather(PAST, model, own, own, None, 0)
@@ -167,17 +168,12 @@ def _nudged(model: Model, at: Run, token: int, own: Moment, writer: Writer, key:
     return logits
 
 
-def _step(at: Run, token: int, own: Moment, writer: Writer, blocks: list[Block]) -> Tensor:
+def _step(at: Stepper, token: int, own: Moment, writer: Writer, blocks: list[Block]) -> Tensor:
     """One step of a fork of ``at`` with ``blocks`` written."""
-    fork = at.fork()
     writer.load(blocks)
-    writer.position, writer.keys = own.position, fork.key_positions
-    try:
-        with writer:
-            return fork.step(token).logits
-    finally:
-        writer.load(())
-        fork.close()
+    with at.fork() as fork, writer:
+        writer.position, writer.keys = own.position, fork.run.key_positions
+        return fork.step(token, watch=False, finite=False).logits
 
 
 def _distances(y: dict[str, Tensor]) -> dict[str, float]:

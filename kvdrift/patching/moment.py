@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from jaxtyping import Float
 from torch import Tensor
 
 from kvdrift.errors import InputError, SiteError
 from kvdrift.models.model import Model
-from kvdrift.models.sites import GLOBAL_SITES
+from kvdrift.models.sites import GLOBAL_SITES, HEAD_SITES
 from kvdrift.patching.spec import Patch
-from kvdrift.paths.nonfinite import explain_nonfinite
-from kvdrift.paths.path import Run
-from kvdrift.tracing.finite import is_nonfinite
-from kvdrift.tracing.tap import Tap, Values
+from kvdrift.paths.stepper import Shown, Stepper
+from kvdrift.tracing.tap import Values
 from kvdrift.tracing.trace import Trace
 
 
@@ -49,65 +46,26 @@ class Moment:
         return range(self.position + 1 - self.values[site][layer].shape[-2], self.position + 1)
 
 
-class Source(Protocol):
-    """Where moments come from."""
-
-    def step(self, number: int, token: int | None, tokens: Sequence[int], watch: bool) -> Moment:
-        """The moment of step ``number``, at which ``token`` is consumed (None at step 0).
-
-        ``tokens`` are all up to here, for a message; values are there only if ``watch`` asks for them.
-        """
-        ...
-
-
-class Live:
-    """A run that is watched while it goes.
-
-    Parameters
-    ----------
-    run
-        The run.
-    tap
-        A tap on its model, in place and disabled except during this run's steps that are watched.
-    """
-
-    def __init__(self, run: Run, tap: Tap) -> None:
-        self.run, self.tap = run, tap
-
-    def step(self, number: int, token: int | None, tokens: Sequence[int], watch: bool) -> Moment:
-        """Consume a token; see `Source`.
-
-        Raises
-        ------
-        NonFiniteError
-            If the logits are not finite, with the place where it began.
-        """
-        self.tap.enabled = watch
-        try:
-            step = self.run.step(token)
-        finally:
-            self.tap.enabled = False
-        if is_nonfinite(step.logits):
-            raise explain_nonfinite(self.run, tokens)
-        values = self.tap.take() if watch else {}
-        narrow = self.tap.where == "current"
-        shaped = {
-            site: {
-                layer: value.unsqueeze(-2) if narrow and site not in ("k", "v") else value
-                for layer, value in by_layer.items()
-            }
-            for site, by_layer in values.items()
+def moment(shown: Shown) -> Moment:
+    """What a step of a run showed, as a moment: a value of the current position alone gets a row axis."""
+    values = {
+        site: {
+            layer: value if value.ndim == (4 if site in HEAD_SITES else 3) else value.unsqueeze(-2)
+            for layer, value in by_layer.items()
         }
-        at = {
-            (site, layer): self.run.key_positions(layer, value.shape[2])
-            for site in ("k", "v")
-            for layer, value in values.get(site, {}).items()
-        }
-        return Moment(step.position, step.logits, shaped, at)
+        for site, by_layer in shown.values.items()
+    }
+    at = {(site, layer): shown.keys[layer] for site in ("k", "v") for layer in values.get(site, {})}
+    return Moment(shown.position, shown.logits, values, at)
 
-    def close(self) -> None:
-        """Let go of the run."""
-        self.run.close()
+
+Source = Callable[[int, int | None, bool], Moment]
+"""``(step number, token to consume, whether values are wanted)`` → the moment after it."""
+
+
+def live(stepper: Stepper) -> Source:
+    """A run that is watched while it goes."""
+    return lambda number, token, watch: moment(stepper.step(token, watch=watch))
 
 
 class Recorded:
@@ -132,7 +90,7 @@ class Recorded:
         _refuse_stranger(trace, model, ids)
         self.trace, self.n_prompt, self.model, self.sites = trace, len(ids), model, sites
 
-    def step(self, number: int, token: int | None, tokens: Sequence[int], watch: bool) -> Moment:
+    def __call__(self, number: int, token: int | None, watch: bool) -> Moment:
         """What was recorded at one step; see `Source`."""
         logits = self.trace["logits"]
         assert isinstance(logits, Tensor), "logits exist once"

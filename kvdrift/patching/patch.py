@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,8 @@ from kvdrift.patching.spec import Cell, Patch, as_cell
 from kvdrift.patching.walk import Plan, Rows, Walk
 from kvdrift.paths.path import Path
 from kvdrift.paths.sampling import greedy
+from kvdrift.paths.stepper import started
+from kvdrift.paths.text import write
 from kvdrift.tracing.trace import Trace
 
 
@@ -180,13 +183,5 @@ def _free(setup: Setup, walk: Walk, number: int, cell: Cell, arms: Sequence[Arm]
 
 
 def _alone(setup: Setup, ids: Sequence[int], length: int) -> list[int]:
-    run = setup.recipient.start(setup.model, ids)
-    tokens: list[int] = []
-    try:
-        for number in range(length):
-            tokens.append(greedy(run.step(tokens[-1] if number else None).logits, number))
-            if tokens[-1] in setup.stop:
-                break
-    finally:
-        run.close()
-    return tokens
+    with started(setup.recipient, setup.model, ids) as stepper:
+        return [token for _, token in islice(write(stepper, greedy, setup.stop), length)]

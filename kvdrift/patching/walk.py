@@ -18,13 +18,14 @@ from kvdrift.errors import InputError, NonFiniteError, SiteError
 from kvdrift.models.model import Model
 from kvdrift.patching.blocks import Given, check, gather, layers_of, moved
 from kvdrift.patching.measure import FLOATS, measure
-from kvdrift.patching.moment import Live, Moment, Recorded, Source, lacking
+from kvdrift.patching.moment import Moment, Recorded, Source, lacking, live, moment
 from kvdrift.patching.noise import generator, noisy, nudged
 from kvdrift.patching.outcome import Arm
 from kvdrift.patching.schedule import Schedule
 from kvdrift.patching.spec import Cell, Patch
 from kvdrift.paths.capabilities import overwritable, stateless
-from kvdrift.paths.path import Path, Run, on_copy
+from kvdrift.paths.path import Path, on_copy
+from kvdrift.paths.stepper import Stepper, started
 from kvdrift.paths.variants import anew, holds
 from kvdrift.tracing.finite import is_nonfinite
 from kvdrift.tracing.tap import Tap, Where
@@ -78,7 +79,7 @@ class _Runner:
     first: int
     patches: tuple[Patch, ...]
     controls: tuple[Control, ...] | None = None
-    run: Run | None = None
+    stepper: Stepper | None = None
 
 
 class Walk:
@@ -267,13 +268,12 @@ class Walk:
             for number in range(n_steps):
                 token = tokens[-1] if number else None
                 watch = any(patch.schedule.covers(number) for runner in runners for patch in runner.patches)
-                donor = source.step(number, token, tokens, watch)
-                wide = None if exact is None else exact.step(number, token, tokens, watch)
+                donor = source(number, token, watch)
+                wide = None if exact is None else exact(number, token, watch)
                 for runner in runners:
                     if runner.first == number and number:
-                        runner.run = base.run.fork(runner.controls)
-                        stack.callback(runner.run.close)
-                own = base.step(number, token, tokens, watch)
+                        runner.stepper = stack.enter_context(base.fork(runner.controls))
+                own = moment(base.step(token, watch=watch))
                 logits = []
                 for runner in runners:
                     given = wide if runner.arm.role == "float32 donor" and wide is not None else donor
@@ -292,7 +292,7 @@ class Walk:
 
     def _start(
         self, stack: ExitStack, ids: Sequence[int], runners: Sequence[_Runner]
-    ) -> tuple[Source, Source | None, Live, Writer]:
+    ) -> tuple[Source, Source | None, Stepper, Writer]:
         """The donor, the float32 donor if one is needed, the unpatched recipient, and what writes into the others."""
         patches = [patch for runner in runners for patch in runner.patches]
         sites: dict[str, frozenset[int]] = {}
@@ -301,18 +301,17 @@ class Walk:
                 sites[site] = sites.get(site, frozenset()) | set(layers_of(self.model, patch, site))
         where: Where = "all" if any(patch.beyond_current for patch in patches) else "current"
 
-        def live(path: Path, model: Model) -> Live:
+        def start(path: Path, model: Model) -> Stepper:
             tap = Tap(model, sites, where=where, kv_where="all", copy=False, scaled=False)
             tap.enabled = False
-            run = path.start(model, ids)
-            stack.callback(run.close)
+            stepper = stack.enter_context(started(path, model, ids, tap))
             stack.enter_context(tap)
-            return Live(run, tap)
+            return stepper
 
-        base = live(self.recipient, self.model)
+        base = start(self.recipient, self.model)
         source: Source
         if self.trace is None:
-            source = live(self.donor, self.donor_model)
+            source = live(start(self.donor, self.donor_model))
         else:
             for patch in patches:
                 missing = lacking(self.trace, patch, {site: layers_of(self.model, patch, site) for site in patch.sites})
@@ -324,7 +323,7 @@ class Walk:
         exact: Source | None = None
         if self._wide is not None and any(runner.arm.role == "float32 donor" for runner in runners):
             wide = self._wide
-            exact = live(on_copy(anew(self.donor, holds(self.donor, ids)), lambda _: wide), wide)
+            exact = live(start(on_copy(anew(self.donor, holds(self.donor, ids)), lambda _: wide), wide))
         writer = stack.enter_context(Writer(self.model, {site: sorted(layers) for site, layers in sites.items()}))
         return source, exact, base, writer
 
@@ -338,25 +337,26 @@ class Walk:
         writer: Writer,
     ) -> tuple[Tensor, float]:
         """One step of one arm: its logits, and how far what was written lies from its own values."""
-        if runner.run is None:
+        if runner.stepper is None:
             return own.logits, np.nan
+        run = runner.stepper.run
         due = [patch for patch in runner.patches if patch.schedule.covers(number)]
         if runner.arm.role == "one ulp" and number > runner.first:
             due = []
-        if not due and runner.controls is None and stateless(runner.run):
+        if not due and runner.controls is None and stateless(run):
             return own.logits, np.nan  # nothing is left of what was written before
         given = self._given(runner, due, number, source, own)
         if runner.arm.role == "one ulp" and given:  # only what is nudged: other values would wash it out on the way
             given = [given[int(torch.randint(len(given), (1,), generator=generator(runner.arm.seed, "one ulp")))]]
         blocks = self._content(runner, number, given)
-        store = overwritable(runner.run)
+        store = overwritable(run)
         for block in (block for block, g in zip(blocks, given, strict=True) if g.into_cache):
             assert store is not None
             store.overwrite(block.layer, block.site, block.heads, block.positions, block.value)
         writer.load(block for block, g in zip(blocks, given, strict=True) if not g.into_cache)
-        writer.position, writer.keys = own.position, runner.run.key_positions
+        writer.position, writer.keys = own.position, run.key_positions
         try:
-            logits = runner.run.step(token).logits
+            logits = runner.stepper.step(token, watch=False, finite=False).logits
         finally:
             writer.load(())
         if is_nonfinite(logits):
@@ -369,7 +369,7 @@ class Walk:
     def _given(self, runner: _Runner, due: Sequence[Patch], number: int, source: Moment, own: Moment) -> list[Given]:
         """What the patches that are due write at this step, with the donor's values."""
         found: list[Given] = []
-        store = None if runner.run is None else overwritable(runner.run)
+        store = None if runner.stepper is None else overwritable(runner.stepper.run)
         held = None if store is None else store.held
         for patch in due:
             blocks, absent = gather(patch, self.model, own, source, held, number)

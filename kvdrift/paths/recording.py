@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import islice
 from typing import Literal
 
 import torch
@@ -16,11 +17,11 @@ from kvdrift.errors import MemoryBudgetError, SiteError
 from kvdrift.models.labels import Prompt
 from kvdrift.models.model import Model
 from kvdrift.models.sites import GLOBAL_SITES, LOGITS, PATTERN
-from kvdrift.paths.nonfinite import explain_nonfinite
-from kvdrift.paths.path import Path, Run, path_info, path_settings
-from kvdrift.paths.sampling import greedy
+from kvdrift.paths.path import Path, path_info, path_settings
+from kvdrift.paths.sampling import following, greedy
+from kvdrift.paths.stepper import Shown, started
+from kvdrift.paths.text import write
 from kvdrift.tracing.activation_cache import Axes
-from kvdrift.tracing.finite import is_nonfinite
 from kvdrift.tracing.tap import Tap, Values
 from kvdrift.tracing.trace import Trace, free_memory
 
@@ -71,27 +72,17 @@ class Recording:
 
     def run(self, prompt: Prompt, follow: list[int] | None, n_steps: int, bar: tqdm) -> Trace:
         """Run the path over the prompt and ``n_steps`` predictions, following the tokens given if any."""
-        stop = self.stop if follow is None else frozenset()
-        tokens, n_prompt = list(prompt.ids), len(prompt.ids)
-        run = self.path.start(self.model, prompt.ids)
-        try:
-            with self.tap:
-                for number in range(n_steps):
-                    self.tap.steps.clear()
-                    self.tap.consumed.clear()
-                    step = run.step(tokens[-1] if number else None)
-                    if is_nonfinite(step.logits):
-                        raise explain_nonfinite(run, tokens)
-                    if number == 0:
-                        self._allocate(self.tap.steps, n_steps, n_prompt + n_steps - 1)
-                    self._fill(number, self.tap.steps, run, step.position)
-                    tokens.append(greedy(step.logits, number) if follow is None else follow[number])
-                    bar.update()
-                    if tokens[-1] in stop:
-                        break
-        finally:
-            run.close()
-        return self._finish(prompt, tokens[n_prompt:])
+        choose, stop = (greedy, self.stop) if follow is None else (following(follow), frozenset[int]())
+        fed: list[int] = []
+        with self.tap, started(self.path, self.model, prompt.ids, self.tap) as stepper:
+            for shown, token in islice(write(stepper, choose, stop), n_steps):
+                if not fed:
+                    self._allocate(shown.values, n_steps, len(prompt.ids) + n_steps - 1)
+                self._fill(len(fed), shown)
+                del shown
+                fed.append(token)
+                bar.update()
+        return self._finish(prompt, fed)
 
     # --- storage
 
@@ -119,8 +110,8 @@ class Recording:
         group = self.model.architecture.n_heads // self.model.architecture.n_kv_heads
         return tuple(sorted({head // group for head in self.tap.heads}))
 
-    def _allocate(self, passes: list[Values], n_steps: int, n_positions: int) -> None:
-        silent = [site for site in self.tap.layers if site not in passes[-1]]
+    def _allocate(self, values: Values, n_steps: int, n_positions: int) -> None:
+        silent = [site for site in self.tap.layers if site not in values]
         if silent:
             attn = self.path.attn or self.model.attn
             raise SiteError(
@@ -128,18 +119,18 @@ class Recording:
                 "model with the attention implementation of the path."
             )
         shapes: dict[str, dict[int, tuple[int, ...]]] = {}
-        for site, by_layer in passes[-1].items():
+        for site, of_layers in values.items():
             shapes[site] = {}
-            for layer, value in by_layer.items():
+            for layer, value in of_layers.items():
                 axes = self._axes(site, value, n_steps, n_positions)
                 self.coordinates.setdefault(site, axes)
                 shapes[site][layer] = tuple(len(axes[name]) for name in axes if name != "layer")
-        self._check_budget(passes[-1], shapes)
+        self._check_budget(values, shapes)
         for site, layers in shapes.items():
-            values = passes[-1][site]
-            first = next(iter(values.values()))
+            of_layers = values[site]
+            first = next(iter(of_layers.values()))
             device = torch.device("cpu") if self.offload else first.device
-            alike = len({(shape, values[layer].dtype) for layer, shape in layers.items()}) == 1
+            alike = len({(shape, of_layers[layer].dtype) for layer, shape in layers.items()}) == 1
             if alike and "layer" in self.coordinates[site]:
                 shape = next(iter(layers.values()))
                 whole = torch.zeros((shape[0], len(layers), *shape[1:]), dtype=first.dtype, device=device)
@@ -147,10 +138,10 @@ class Recording:
                 self.whole[site] = whole
             else:
                 self.slots[site] = {
-                    layer: torch.zeros(shape, dtype=values[layer].dtype, device=device)
+                    layer: torch.zeros(shape, dtype=of_layers[layer].dtype, device=device)
                     for layer, shape in layers.items()
                 }
-            sizes = [len(values) for name, values in self.coordinates[site].items()]
+            sizes = [len(numbers) for numbers in self.coordinates[site].values()]
             self.masks[site] = torch.zeros(sizes[:-1], dtype=torch.bool)
 
     def _check_budget(self, values: Values, shapes: dict[str, dict[int, tuple[int, ...]]]) -> None:
@@ -171,38 +162,30 @@ class Recording:
         if self.progress:
             print(f"kvdrift: recording about {needed / 1e6:.3g} MB on {device}", file=sys.stderr)
 
-    def _fill(self, number: int, passes: list[Values], run: Run, position: int) -> None:
+    def _fill(self, number: int, shown: Shown) -> None:
+        values = shown.values
         for site, slots in self.slots.items():
             if self.positions == "current" and site in self.whole and site != PATTERN:
                 whole = self.whole[site][number]
-                whole.copy_(torch.cat(list(passes[-1][site].values())))
+                whole.copy_(torch.cat(list(values[site].values())))
                 self.masks[site][number] = True
                 continue
             for place, layer in enumerate(slots):
                 index = (number,) if site in (*GLOBAL_SITES, LOGITS) else (number, place)
                 if site in ("k", "v"):
-                    value = passes[-1][site][layer]
-                    keys = run.key_positions(layer, value.shape[2]) if value.ndim == 4 else [position]
-                    self._write(site, slots[layer][number], self.masks[site][index], value[0], keys)
+                    keys = shown.keys.get(layer, ())
+                    self._write(site, slots[layer][number], self.masks[site][index], values[site][layer][0], keys)
                     continue
-                parts = [values[site][layer] for values in passes]
+                parts = [of_pass[site][layer] for of_pass in shown.passes]
                 if site == PATTERN:
-                    parts = [self._spread(x, run, layer, position) for x in parts[-1:]]
+                    parts = [self._spread(parts[-1], shown.keys[layer], shown.position)]
                 if self.positions == "current" or site == LOGITS:
                     slots[layer][number].copy_(parts[-1][0])
                     self.masks[site][index] = True
                     continue
                 rows = torch.cat([part[0] for part in parts], dim=-2)
-                at = [*self._rows_at(parts, position)]
+                at = [*_rows_at(parts, shown)]
                 self._write(site, slots[layer][number], self.masks[site][index], rows, at)
-
-    def _rows_at(self, parts: list[Tensor], position: int) -> Iterator[int]:
-        """Absolute positions of the rows of one or several passes: each has those of the last tokens of its pass."""
-        consumed = self.tap.consumed[-len(parts) :]
-        end = position + 1 - sum(consumed)
-        for part, n_tokens in zip(parts, consumed, strict=True):
-            end += n_tokens
-            yield from range(end - part.shape[-2], end)
 
     def _write(self, site: str, slot: Tensor, mask: Tensor, rows: Tensor, at: Sequence[int]) -> None:
         """Write rows ``[…, position, feature]`` that sit at absolute positions ``at``."""
@@ -220,9 +203,8 @@ class Recording:
         )
         mask[..., to] = True
 
-    def _spread(self, pattern: Tensor, run: Run, layer: int, position: int) -> Tensor:
+    def _spread(self, pattern: Tensor, keys: Sequence[int], position: int) -> Tensor:
         """A pattern with its key axis at absolute positions."""
-        keys = run.key_positions(layer, pattern.shape[-1])
         wide = pattern.new_zeros((*pattern.shape[:-1], len(self.coordinates[PATTERN]["key"])))
         read = [(slot, p) for slot, p in enumerate(keys) if 0 <= p <= position]
         slots, places = (torch.tensor(x, device=pattern.device) for x in zip(*read, strict=True))
@@ -267,6 +249,15 @@ class Recording:
             provenance=provenance.collect(self.model)
             | {"weights": self.weights, "settings": {"path": path_settings(self.path, self.model)}},
         )
+
+
+def _rows_at(parts: list[Tensor], shown: Shown) -> Iterator[int]:
+    """Absolute positions of the rows of one or several passes: each has those of the last tokens of its pass."""
+    consumed = shown.consumed[-len(parts) :]
+    end = shown.position + 1 - sum(consumed)
+    for part, n_tokens in zip(parts, consumed, strict=True):
+        end += n_tokens
+        yield from range(end - part.shape[-2], end)
 
 
 def _cut(value: Tensor, names: Sequence[str], ended: Sequence[str], seen: int, without: str = "") -> Tensor:

@@ -117,10 +117,16 @@ class Tap:
 
     # --- reading
 
-    def take(self) -> Values:
-        """The values of the latest pass, handed over."""
-        values, self.values = self.values, {}
-        return values
+    def take(self) -> tuple[Sequence[Values], Sequence[int]]:
+        """What was read since the last time, pass by pass, and how many tokens each consumed; both are handed over.
+
+        Without ``keep`` it is the latest pass alone.
+        """
+        taken = self.steps, self.consumed
+        if not self.keep:
+            taken = ([self.values], [self._consumed]) if self.values else ([], [])
+        self.values, self.steps, self.consumed = {}, [], []
+        return taken
 
     def __getitem__(self, site: str) -> Tensor:
         """The latest pass at ``site``, stacked over layers: ``[layer, batch, …]`` (or ``[batch, …]``)."""

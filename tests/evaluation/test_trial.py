@@ -10,6 +10,7 @@ from kvdrift.errors import NonFiniteError
 from kvdrift.evaluation.records import ItemRecord
 from kvdrift.evaluation.task import Item, Scored
 from kvdrift.evaluation.trial import ItemRunner, Plan
+from kvdrift.paths.text import write
 from kvdrift.plain import from_plain
 
 PROMPT = "w011 w002 w003 w004 w005 w301 w042 w017 w123 w200 w077"  # longer than the windows of 8
@@ -80,7 +81,13 @@ def by_hand(model, path, ids, strategy, steps, seed=0, item="q", controls=None):
 def test_a_shared_prefill_gives_the_bits_of_runs_that_share_nothing(family, dtype, tiny_model, monkeypatch, same_bits):
     model = tiny_model(family, dtype, tie_word_embeddings=False)
     seen = []
-    monkeypatch.setattr("kvdrift.evaluation.trial.is_nonfinite", lambda logits: seen.append(logits.clone()) is not None)
+
+    def noting(*arguments, **options):
+        for shown, token in write(*arguments, **options):
+            seen.append(shown.logits.clone())
+            yield shown, token
+
+    monkeypatch.setattr("kvdrift.evaluation.trial.write", noting)
     strategies, steps = (kd.Greedy(), SAMPLED), 6
     found = record(model, Item("q", IDS), strategies=strategies, null=(4,), max_new_tokens=steps)
     arms = [

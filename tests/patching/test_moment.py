@@ -7,15 +7,16 @@ import kvdrift as kd
 from kvdrift.errors import NonFiniteError, SiteError
 from kvdrift.models.tiny import tiny
 from kvdrift.patching.blocks import gather, layers_of, moved
-from kvdrift.patching.moment import Live, Moment, Recorded, lacking
+from kvdrift.patching.moment import Moment, Recorded, lacking, live, moment
 from kvdrift.patching.spec import Patch
+from kvdrift.paths.stepper import Stepper, started
 from kvdrift.tracing.tap import Tap
 
 PROMPT = [5, 9, 100, 33, 7, 8, 250, 301, 12, 44, 17, 61]  # longer than the windows of 8
 N = len(PROMPT)
 
 
-def moment(position, rows, heads=2, seed=0, site="k", layer=0, at=None):
+def made(position, rows, heads=2, seed=0, site="k", layer=0, at=None):
     shape = (1, heads, rows, 4) if heads else (1, rows, 4)
     value = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     return Moment(position, torch.zeros(3), {site: {layer: value}}, {} if at is None else {(site, layer): at})
@@ -46,7 +47,7 @@ def written(patch, model, own, donor, held=None):
 def test_positions_of_keys_in_a_window(positions, write, expected, lost, tiny_model):
     """The current position is 14: a window of 8 sees 7 to 14, the cache holds 7 to 13."""
     model = tiny_model("mistral")
-    own, donor = moment(14, 8, at=range(7, 15)), moment(14, 15, seed=1, at=range(15))
+    own, donor = made(14, 8, at=range(7, 15)), made(14, 15, seed=1, at=range(15))
     found, absent = written(Patch("k", 0, positions=positions, write=write), model, own, donor, lambda _: range(7, 14))
     assert found == ([list(expected)] if len(expected) else [])
     assert absent == lost
@@ -54,14 +55,14 @@ def test_positions_of_keys_in_a_window(positions, write, expected, lost, tiny_mo
 
 def test_values_are_aligned_by_position_not_by_slot(tiny_model):
     model = tiny_model("mistral")
-    own, donor = moment(14, 8, at=range(7, 15)), moment(14, 15, seed=1, at=range(15))
+    own, donor = made(14, 8, at=range(7, 15)), made(14, 15, seed=1, at=range(15))
     for positions in (None, [8, 12], [12, 8]):
         (given,), _ = gather(Patch("k", 0, 1, positions, write="read"), model, own, donor, None, 1)
         for slot, position in enumerate(given.block.positions):
             assert torch.equal(given.own[0, 0, slot], own.values["k"][0][0, 1, position - 7])
             assert torch.equal(given.block.value[0, 0, slot], donor.values["k"][0][0, 1, position])
     scattered = [3, 14, 9, 8, 12]
-    donor = moment(14, 5, seed=1, at=scattered)
+    donor = made(14, 5, seed=1, at=scattered)
     blocks, absent = gather(Patch("k", 0, positions=[8, 9, 10], write="read"), model, own, donor, None, 1)
     assert list(blocks[0].block.positions) == [8, 9]
     assert torch.equal(blocks[0].block.value, donor.values["k"][0][:, :, [3, 2]])
@@ -81,14 +82,14 @@ def test_values_are_aligned_by_position_not_by_slot(tiny_model):
     ],
 )
 def test_positions_of_residual_sites(positions, own_rows, expected, lost, tiny_model):
-    own, donor = (moment(14, n, 0, seed, "resid_post") for seed, n in ((0, own_rows), (1, 15)))
+    own, donor = (made(14, n, 0, seed, "resid_post") for seed, n in ((0, own_rows), (1, 15)))
     found, absent = written(Patch("resid_post", 0, positions=positions), tiny_model("llama"), own, donor)
     assert found == ([list(expected)] if len(expected) else [])
     assert absent == lost
 
 
 def test_a_donor_of_another_shape_is_refused(tiny_model):
-    for own, donor in ((moment(5, 6), moment(5, 6, heads=3)), (moment(5, 6, 0), moment(5, 6, 2))):
+    for own, donor in ((made(5, 6), made(5, 6, heads=3)), (made(5, 6, 0), made(5, 6, 2))):
         with pytest.raises(SiteError, match="between models of one shape"):
             gather(
                 Patch("k", 0, [0, 1] if own.values["k"][0].ndim == 4 else None),
@@ -101,7 +102,7 @@ def test_a_donor_of_another_shape_is_refused(tiny_model):
 
 
 def test_the_donors_values_come_in_the_recipients_dtype(tiny_model):
-    own, donor = moment(5, 6), moment(5, 6, seed=1)
+    own, donor = made(5, 6), made(5, 6, seed=1)
     own.values["k"][0] = own.values["k"][0].bfloat16()
     ((given,), _) = gather(Patch("k", 0), tiny_model("llama"), own, donor, None, 1)
     assert given.block.value.dtype == torch.bfloat16
@@ -136,13 +137,10 @@ def test_a_recorded_moment_is_the_live_one(path, family, tiny_model, same_bits):
     )
     recorded = Recorded(trace, model, PROMPT, sites)
     tap = Tap(model, {site: frozenset(layers) for site, layers in sites.items()}, where="all", kv_where="all")
-    with tap:
-        live, tokens = Live(path.start(model, PROMPT), tap), list(PROMPT)
-        for number in range(3):
-            if number:
-                tokens.append([3, 1][number - 1])
+    with tap, started(path, model, PROMPT, tap) as stepper:
+        for number, token in enumerate((None, 3, 1)):
             watch = number > 0
-            one, two = (x.step(number, tokens[-1] if number else None, tokens, watch) for x in (live, recorded))
+            one, two = (source(number, token, watch) for source in (live(stepper), recorded))
             assert one.position == two.position == N - 1 + number
             assert same_bits(one.logits, two.logits)
             assert bool(one.values) == bool(two.values) == watch
@@ -150,15 +148,13 @@ def test_a_recorded_moment_is_the_live_one(path, family, tiny_model, same_bits):
                 for layer, value in by_layer.items():
                     assert list(one.rows(site, layer)) == list(two.rows(site, layer)), site
                     assert same_bits(value, two.values[site][layer]), site
-        live.close()
 
 
 def test_current_values_have_a_row(tiny_model):
     model = tiny_model("llama")
     tap = Tap(model, dict.fromkeys(("resid_post", "q", "k")), kv_where="all")
     with tap:
-        live = Live(kd.CacheOff().start(model, PROMPT), tap)
-        found = live.step(0, None, PROMPT, True)
+        found = moment(Stepper(kd.CacheOff().start(model, PROMPT), PROMPT, tap).step())
     assert found.values["resid_post"][1].shape == (1, 1, 256)
     assert found.values["q"][1].shape == (1, 8, 1, 32)
     assert found.values["k"][1].shape == (1, 2, N, 32)
@@ -174,9 +170,9 @@ def test_a_step_that_is_not_finite_says_where(hooks):
     tap = Tap(model, {"resid_post": None})
     tap.enabled = False
     with tap:
-        live = Live(kd.CacheOff().start(model, PROMPT), tap)
+        stepper = Stepper(kd.CacheOff().start(model, PROMPT), PROMPT, tap)
         with pytest.raises(NonFiniteError, match=r"down_proj|layer 1"):
-            live.step(0, None, PROMPT, True)
+            stepper.step()
         assert not tap.enabled
     assert not hooks(hf)
 

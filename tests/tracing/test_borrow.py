@@ -54,7 +54,7 @@ def advance(model, path, tokens, sites):
     fork = run.fork()
     with Tap(model, dict.fromkeys(sites), kv_where="all") as tap:
         step = run.step(tokens[-1])
-    return fork, run, step, tap.take()
+    return fork, run, step, tap.take()[0][-1]
 
 
 SITES = ("resid_pre", "attn_out", "mlp_out", "resid_post", "k", "v")
@@ -92,7 +92,7 @@ def test_what_is_upstream_in_the_recipient_does_not_matter(family, tiny_model):
             Tap(model, dict.fromkeys(SITES), kv_where="all") as tap,
         ):
             fork.step(IDS[-1])
-        return tap.take()
+        return tap.take()[0][-1]
 
     clean, spoilt = work(False), work(True)
     for site in SITES:

@@ -47,7 +47,7 @@ def tapped(model, ids, cached, scaled=False, within=()):
             stack.enter_context(context)
         tap = stack.enter_context(Tap(model, given_sites(model), where="all", kv_where="all", scaled=scaled))
         logits = one.run()
-    return logits, tap.take()
+    return logits, tap.take()[0][-1]
 
 
 def writer_of(model, blocks, one):

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from kvdrift.models.model import Model
+from kvdrift.models.model import Model
 
 After = Callable[[Tensor], Tensor]
 

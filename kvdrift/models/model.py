@@ -94,7 +94,7 @@ class Model:
             If tracing would change a bit of the model's logits.
         """
         if Model.probe is None:
-            raise ModelError("Sites are found by kvdrift.tracing, which nothing has imported yet: import it first.")
+            raise ModelError("Sites are found by kvdrift.tracing, which nothing has imported: use kvdrift.load.")
         return Model.probe(self)
 
     @property

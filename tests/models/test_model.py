@@ -11,7 +11,6 @@ from transformers import PreTrainedTokenizerFast
 import kvdrift as kd
 from kvdrift.errors import InputError
 from kvdrift.models.model import Model
-from kvdrift.models.prompts import as_prompts
 from kvdrift.models.tiny import tiny
 
 
@@ -117,22 +116,6 @@ def test_evaluating_puts_every_module_back_also_after_an_exception():
     with pytest.raises(RuntimeError, match="stop"), Model(hf).evaluating():
         fail()
     assert [module.training for module in hf.modules()] == modes
-
-
-@pytest.mark.parametrize(
-    ("given", "prompts", "many"),
-    [
-        ("text", ["text"], False),
-        ([1, 2], [[1, 2]], False),
-        ((1, 2), [[1, 2]], False),
-        (["a", "b"], ["a", "b"], True),
-        (["a"], ["a"], True),
-        ([[1, 2], [3]], [[1, 2], [3]], True),
-        (["a", [3]], ["a", [3]], True),
-    ],
-)
-def test_one_prompt_or_many(given, prompts, many):
-    assert as_prompts(given) == (prompts, many)
 
 
 def test_repr_is_safe_in_html(model):

@@ -15,7 +15,7 @@ from kvdrift.diagnosis.lockstep import Moment
 from kvdrift.diagnosis.observe import Call, Snapshot
 from kvdrift.paths.loss import Declared, said
 from kvdrift.paths.path import Path
-from kvdrift.paths.variants import declared_loss
+from kvdrift.paths.path_capabilities import declared_loss
 
 if TYPE_CHECKING:
     from kvdrift.models.model import Model

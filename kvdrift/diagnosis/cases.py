@@ -11,7 +11,7 @@ import torch
 from kvdrift.models.rope import changes_after, extends, rope_switch
 from kvdrift.paths.capabilities import left_padding, stateless
 from kvdrift.paths.path import Path
-from kvdrift.paths.variants import begins_filled, drafts, manner, prefill_chunk, rewinds
+from kvdrift.paths.path_capabilities import begins_filled, drafts, manner, prefill_chunk, rewinds
 
 if TYPE_CHECKING:
     from kvdrift.models.model import Model

@@ -10,7 +10,7 @@ from kvdrift.diagnosis.cases import Case
 from kvdrift.diagnosis.evidence import Excuse
 from kvdrift.diagnosis.lockstep import Moment
 from kvdrift.paths.loss import Declared, said
-from kvdrift.paths.variants import begins_filled, own_cache
+from kvdrift.paths.path_capabilities import begins_filled, own_cache
 
 if TYPE_CHECKING:
     from kvdrift.models.model import Model

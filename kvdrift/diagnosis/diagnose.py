@@ -24,7 +24,7 @@ from kvdrift.paths.cache_off import CacheOff
 from kvdrift.paths.cache_on import CacheOn
 from kvdrift.paths.own import check_path
 from kvdrift.paths.path import Path, on_copy
-from kvdrift.paths.variants import holds
+from kvdrift.paths.path_capabilities import holds
 
 
 @one_job()

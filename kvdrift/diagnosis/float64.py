@@ -23,7 +23,7 @@ from kvdrift.diagnosis.pinpoint import pinpoint
 from kvdrift.paths.cache_on import CacheOn
 from kvdrift.paths.capabilities import stateless
 from kvdrift.paths.path import Path, on_copy
-from kvdrift.paths.variants import cached, manner
+from kvdrift.paths.path_capabilities import cached, manner
 
 if TYPE_CHECKING:
     from kvdrift.models.model import Model

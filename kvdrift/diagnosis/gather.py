@@ -43,7 +43,7 @@ from kvdrift.errors import (
 from kvdrift.models.rope import rope_switch
 from kvdrift.paths.capabilities import cache_of
 from kvdrift.paths.path import Path
-from kvdrift.paths.variants import anew, begins_saved, cached, declared_loss, holds, own_cache
+from kvdrift.paths.path_capabilities import anew, begins_saved, cached, declared_loss, holds, own_cache
 
 if TYPE_CHECKING:
     from kvdrift.models.model import Model

@@ -32,7 +32,7 @@ from kvdrift.models.load import load
 from kvdrift.paths.cache_off import CacheOff
 from kvdrift.paths.capabilities import cache_of, left_padding, stateless
 from kvdrift.paths.path import Path
-from kvdrift.paths.variants import begins_filled, manner, own_cache, prefill_chunk
+from kvdrift.paths.path_capabilities import begins_filled, manner, own_cache, prefill_chunk
 
 if TYPE_CHECKING:
     from kvdrift.models.model import Model

@@ -14,7 +14,7 @@ from kvdrift.diagnosis.evidence import Finding
 from kvdrift.paths.cache_off import CacheOff
 from kvdrift.paths.capabilities import stateless
 from kvdrift.paths.path import Path
-from kvdrift.paths.variants import manner
+from kvdrift.paths.path_capabilities import manner
 
 if TYPE_CHECKING:
     from kvdrift.models.model import Model

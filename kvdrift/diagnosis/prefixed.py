@@ -18,7 +18,7 @@ from kvdrift.diagnosis.locate import PAST, in_order, pairs, place
 from kvdrift.diagnosis.lockstep import Moment
 from kvdrift.diagnosis.observe import Observer, Snapshot
 from kvdrift.paths.path import Path
-from kvdrift.paths.variants import anew, holds
+from kvdrift.paths.path_capabilities import anew, holds
 
 if TYPE_CHECKING:
     from kvdrift.models.model import Model

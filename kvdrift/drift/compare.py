@@ -25,7 +25,7 @@ from kvdrift.paths.cache_off import CacheOff
 from kvdrift.paths.cache_on import CacheOn
 from kvdrift.paths.own import check_path
 from kvdrift.paths.path import Path
-from kvdrift.paths.variants import check_room, path_notes
+from kvdrift.paths.path_capabilities import check_room, path_notes
 from kvdrift.runs.comparable import kept_with
 from kvdrift.runs.store import takes_store_as
 

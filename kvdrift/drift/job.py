@@ -24,8 +24,8 @@ from kvdrift.models.load import DTYPES
 from kvdrift.models.model import Model
 from kvdrift.models.sites import ALL_SITES, GLOBAL_SITES, LOGITS, PATTERN, parse_sites
 from kvdrift.paths.path import Path, on_copy, path_info, path_settings
+from kvdrift.paths.path_capabilities import anew, holds
 from kvdrift.paths.sampling import greedy
-from kvdrift.paths.variants import anew, holds
 
 LOCAL_SITES = ("attn_out", "mlp_out", "resid_post")
 

@@ -33,7 +33,7 @@ from kvdrift.paths.cache_off import CacheOff
 from kvdrift.paths.cache_on import CacheOn
 from kvdrift.paths.own import check_path
 from kvdrift.paths.path import Path, path_info, path_settings
-from kvdrift.paths.variants import check_room, path_notes
+from kvdrift.paths.path_capabilities import check_room, path_notes
 from kvdrift.plain import from_plain
 from kvdrift.provenance import prompt_hash
 from kvdrift.runs.comparable import comparable, kept_with

@@ -22,7 +22,7 @@ from kvdrift.paths.cache_on import CacheOn
 from kvdrift.paths.capabilities import stateless
 from kvdrift.paths.own import check_path
 from kvdrift.paths.path import Path, path_info, path_settings
-from kvdrift.paths.variants import check_room, path_notes
+from kvdrift.paths.path_capabilities import check_room, path_notes
 from kvdrift.settings import settings_of
 from kvdrift.tracing.trace import Trace
 

@@ -25,8 +25,8 @@ from kvdrift.patching.schedule import Schedule
 from kvdrift.patching.spec import Cell, Patch
 from kvdrift.paths.capabilities import overwritable, stateless
 from kvdrift.paths.path import Path, on_copy
+from kvdrift.paths.path_capabilities import anew, holds
 from kvdrift.paths.stepper import Stepper, started
-from kvdrift.paths.variants import anew, holds
 from kvdrift.tracing.finite import is_nonfinite
 from kvdrift.tracing.tap import Tap, Where
 from kvdrift.tracing.trace import Trace

@@ -1,14 +1,12 @@
-"""What runs can do beside stepping: small protocols, each asked for by one function, with a sentence if it is missing.
+"""What runs, and paths, can do beside stepping: each asked for by one function, with a sentence if it is missing.
 
-A run of somebody else's has a capability if it has its members by name, methods callable; anything else by one of these
-names is its own.
+One of somebody else's has a capability if it has the members by name, methods callable. What only paths can do is in
+`kvdrift.paths.path_capabilities`.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from inspect import getattr_static
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
@@ -21,41 +19,43 @@ if TYPE_CHECKING:
     from kvdrift.paths.path import Run, Step
 
 
-class Wrapper(ABC):
-    """Stands around a path or a run of somebody else's."""
+class Wrapper:
+    """Stands around a path or a run of somebody else's.
 
-    @abstractmethod
-    def offers(self, kind: Any) -> Any:
-        """What is of ``kind``, a protocol: this object, or the one that it stands around; None if neither is."""
+    Attributes
+    ----------
+    beneath
+        What it stands around.
+    """
+
+    beneath: Any
+
+
+def told(thing: object, name: str) -> Any:
+    """An attribute of a path or a run, or of the one that it stands around; None if it has none of that name."""
+    return getattr(thing.beneath if isinstance(thing, Wrapper) else thing, name, None)
 
 
 def offered(thing: object, kind: Any) -> Any:
-    """``thing``, or what it stands around, if that is of ``kind``, a protocol; None if not.
+    """A path or a run as one of ``kind``, a protocol below; None if it lacks one of its methods.
+
+    Of a wrapper, what it stands around decides, which is given back unless the wrapper has the methods, too.
 
     Examples
     --------
     >>> import kvdrift as kd
-    >>> run = kd.CacheOff().start(kd.load(kd.models.tiny("llama"), quiet=True), [1, 2])
-    >>> offered(run, Stateless) is run, offered(run, Rewindable)
+    >>> run = kd.CacheOn().start(kd.load(kd.models.tiny("llama"), quiet=True), [1, 2])
+    >>> offered(run, Rewindable) is run, offered(kd.CacheOff(), Rewindable)
     (True, None)
     """
     if isinstance(thing, Wrapper):
-        return thing.offers(kind)
-    return thing if is_one(thing, kind) else None
+        found = offered(thing.beneath, kind)
+        return thing if found is not None and _has(thing, kind) else found
+    return thing if _has(thing, kind) else None
 
 
-def is_one(thing: object, kind: Any) -> bool:
-    """Whether an object has all members of ``kind``, methods callable; no property is asked for its value."""
-    methods = [name for name in vars(kind) if not name.startswith("_")]
-    return all(callable(getattr(thing, name, None)) for name in methods) and all(
-        getattr_static(thing, name, None) is not None or hasattr(thing, name) for name in kind.__annotations__
-    )
-
-
-class Stateless(Protocol):
-    """Keeps nothing but tokens from one step to the next: what is written during a step ends with it."""
-
-    stateless: bool
+def _has(thing: object, kind: Any) -> bool:
+    return all(callable(getattr(thing, name, None)) for name in vars(kind) if not name.startswith("_"))
 
 
 class Overwritable(Protocol):
@@ -90,36 +90,36 @@ class Rewindable(Protocol):
         ...
 
 
-class Placed(Protocol):
-    """A run that knows which positions its kernels read, or why that cannot be told."""
-
-    def evicted(self, layer: int, n_keys: int) -> str | None:
-        """Why the positions of the keys that ``layer`` reads in the latest pass cannot be told; None if they can."""
-        ...
-
-
-class Noting(Protocol):
-    """A run that notes what it hands to its cache, where that may lose some."""
-
-    written: Written | None
-
-
-class Caching(Protocol):
-    """A run that holds a cache of transformers."""
-
-    cache: Cache
-
-
-class Padded(Protocol):
-    """A path, or a run, with tokens of left padding before the prompt."""
-
-    left_padding: int
-
-
 def stateless(thing: object) -> bool:
     """Whether a path's runs, or a run, keep nothing but tokens from one step to the next: it says so."""
-    found: Stateless | None = offered(thing, Stateless)
-    return found is not None and found.stateless is True
+    return told(thing, "stateless") is True
+
+
+def left_padding(thing: object) -> int:
+    """Tokens of left padding that stand before the prompt of a path's runs, or of a run."""
+    return int(told(thing, "left_padding") or 0)
+
+
+def written(run: Run) -> Written | None:
+    """What the run handed to its cache, where that may lose some; None if it loses nothing, or does not say."""
+    found = told(run, "written")
+    return found if isinstance(found, Written) else None
+
+
+def cache_of(run: Run) -> Cache | None:
+    """The cache of transformers that a run holds, or None."""
+    found = told(run, "cache")
+    return found if isinstance(found, Cache) else None
+
+
+def unplaced(run: Run, n_keys: Mapping[int, int]) -> dict[int, str]:
+    """Of layers that read so many keys in the latest pass, those whose positions cannot be told → why.
+
+    A run whose cache evicts says it by ``evicted(layer, n_keys)``: a sentence, or None where they can.
+    """
+    evicted = told(run, "evicted")
+    reasons = {layer: evicted(layer, n) for layer, n in n_keys.items()} if callable(evicted) else {}
+    return {layer: why for layer, why in reasons.items() if isinstance(why, str)}
 
 
 def overwritable(run: Run) -> Overwritable | None:
@@ -154,31 +154,6 @@ def rewindable(run: Run) -> Rewindable:
     if found is None:
         raise _lacks(run, "rewind(n_tokens) and keep_past()", "tokens taken back, which rejected drafts need")
     return found
-
-
-def unplaced(run: Run, n_keys: Mapping[int, int]) -> dict[int, str]:
-    """Of layers that read so many keys in the latest pass, those where these have no known position → why."""
-    found: Placed | None = offered(run, Placed)
-    reasons = {} if found is None else {layer: found.evicted(layer, n) for layer, n in n_keys.items()}
-    return {layer: why for layer, why in reasons.items() if isinstance(why, str)}
-
-
-def written(run: Run) -> Written | None:
-    """What the run handed to its cache, where that may lose some; None if it loses nothing, or does not say."""
-    found: Noting | None = offered(run, Noting)
-    return found.written if found is not None and isinstance(found.written, Written) else None
-
-
-def cache_of(run: Run) -> Cache | None:
-    """The cache of transformers that a run holds, or None."""
-    found: Caching | None = offered(run, Caching)
-    return found.cache if found is not None and isinstance(found.cache, Cache) else None
-
-
-def left_padding(thing: object) -> int:
-    """Tokens of left padding that stand before the prompt of a path's runs, or of a run."""
-    found: Padded | None = offered(thing, Padded)
-    return 0 if found is None else int(found.left_padding)
 
 
 def _lacks(run: Run, members: str, use: str) -> InputError:

@@ -12,8 +12,8 @@ from kvdrift.controls import Control
 from kvdrift.errors import InputError
 from kvdrift.models.load import load
 from kvdrift.models.model import Model
-from kvdrift.paths.capabilities import Wrapper, extend, is_one, offered, rewindable
-from kvdrift.paths.noted import Noted
+from kvdrift.paths.capabilities import Wrapper, extend, rewindable
+from kvdrift.paths.noted import noted
 from kvdrift.paths.path import Path, Step, with_attribute
 from kvdrift.settings import settings_of
 
@@ -61,7 +61,7 @@ class OwnPath(Path, Wrapper):
     controls: tuple[Control, ...] = ()
 
     def __init__(self, path: Any) -> None:
-        self.path = path
+        self.beneath = path
         self.label = str(getattr(path, "label", type(path).__name__))
         own = getattr(path, "model", None)
         self.model = None if own is None else load(own, quiet=True)
@@ -69,18 +69,14 @@ class OwnPath(Path, Wrapper):
         self.controls = tuple(getattr(path, "controls", ()))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, OwnPath) and self.path == other.path
+        return isinstance(other, OwnPath) and self.beneath == other.beneath
 
     def __hash__(self) -> int:
-        return hash(self.path)
-
-    def offers(self, kind: Any) -> Any:
-        """The path beneath, if it is of ``kind``."""
-        return offered(self.path, kind)
+        return hash(self.beneath)
 
     def settings(self) -> Mapping[str, Any]:
         """What decides the numbers of the path beneath."""
-        return settings_of(self.path)
+        return settings_of(self.beneath)
 
     def with_model(self, model: Model) -> OwnPath:
         """The same path on another model, by its own ``with_model`` or with another attribute ``model``.
@@ -90,12 +86,12 @@ class OwnPath(Path, Wrapper):
         InputError
             If there is no way to make one.
         """
-        own = getattr(self.path, "with_model", None)
-        return OwnPath(own(model) if callable(own) else with_attribute(self.path, model))
+        own = getattr(self.beneath, "with_model", None)
+        return OwnPath(own(model) if callable(own) else with_attribute(self.beneath, model))
 
     def varied(self, **options: Any) -> OwnPath | None:
         """The same path with other options, if it has a method ``varied`` that knows them."""
-        own = getattr(self.path, "varied", None)
+        own = getattr(self.beneath, "varied", None)
         other = own(**options) if callable(own) else None
         return None if other is None else OwnPath(other)
 
@@ -109,15 +105,15 @@ class OwnPath(Path, Wrapper):
         """
         model = self.model or model
         if controls is None or controls == self.controls:
-            return OwnRun(self.path.start(model, ids), self, model, len(ids), Noted(()), self.controls)
-        if not _takes_controls(self.path.start):
+            return OwnRun(self.beneath.start(model, ids), self, model, len(ids), self.controls)
+        if not _takes_controls(self.beneath.start):
             raise InputError(
                 f"{self.label}: start(model, ids) takes no controls, which a rounding floor, local drift and the "
                 "shape-invariant arithmetic of a diagnosis bring: add controls=None to it, or use floor=0 and "
                 "local=False."
             )
-        noted = Noted(controls)
-        return OwnRun(self.path.start(model, ids, noted.controls), self, model, len(ids), noted, controls)
+        copies, idle = noted(controls)
+        return OwnRun(self.beneath.start(model, ids, copies), self, model, len(ids), controls, idle)
 
 
 class OwnRun(Wrapper):
@@ -139,22 +135,17 @@ class OwnRun(Wrapper):
         path: OwnPath,
         model: Model,
         n_prompt: int,
-        noted: Noted,
         controls: tuple[Control, ...],
+        idle: Sequence[Control] = (),
         n_steps: int = 0,
     ) -> None:
         if not callable(getattr(run, "step", None)):
             raise InputError(f"{path.label}: start() gives a {type(run).__name__}, which has no step(token).")
         own = getattr(run, "model", None)
-        self.run, self.path, self._n_prompt, self._noted, self._n_steps = run, path, n_prompt, noted, n_steps
+        self.beneath, self.path, self._n_prompt, self._idle, self._n_steps = run, path, n_prompt, idle, n_steps
         self.model: Model = own if isinstance(own, Model) else model
         self.attn: str | None = getattr(run, "attn", path.attn)
         self.controls = controls
-
-    def offers(self, kind: Any) -> Any:
-        """The run beneath, if it is of ``kind``; this one where it counts the tokens on the way."""
-        found = offered(self.run, kind)
-        return found if found is None or not is_one(self, kind) else self
 
     def step(self, token: int | None = None) -> Step:
         """Consume a token (at step 0: the prompt) and predict the next.
@@ -166,18 +157,18 @@ class OwnRun(Wrapper):
             the controls that it was given.
         """
         self._n_steps += 1
-        step = self._checked(self.run.step(token), "step")
-        if self._noted.idle:
+        step = self._checked(self.beneath.step(token), "step")
+        if self._idle:
             raise InputError(
                 f"{self.path.label}: start(model, ids, controls) takes controls, and its first step ran outside "
-                f"{self._noted.idle[0]}, so that nothing would be measured under it: hand them on to a run inside "
+                f"{self._idle[0]}, so that nothing would be measured under it: hand them on to a run inside "
                 "(kd.CacheOn().start(model, ids, controls)), or enter control.bind(model) around every pass."
             )
         return step
 
     def skip(self, token: int) -> None:
         """Consume a token without needing the prediction."""
-        own = getattr(self.run, "skip", None)
+        own = getattr(self.beneath, "skip", None)
         if not callable(own):
             self.step(token)
             return
@@ -187,20 +178,20 @@ class OwnRun(Wrapper):
     def extend(self, tokens: Sequence[int]) -> Step:
         """Consume several tokens in one pass, if the run can."""
         self._n_steps += len(tokens)
-        return self._checked(extend(self.run, tokens), "extend")
+        return self._checked(extend(self.beneath, tokens), "extend")
 
     def rewind(self, n_tokens: int) -> None:
         """Forget the last tokens consumed, if the run can."""
-        rewindable(self.run).rewind(n_tokens)
+        rewindable(self.beneath).rewind(n_tokens)
         self._n_steps -= n_tokens
 
     def keep_past(self) -> None:
         """Keep what `rewind` will need."""
-        rewindable(self.run).keep_past()
+        rewindable(self.beneath).keep_past()
 
     def key_positions(self, layer: int, n_keys: int) -> Sequence[int]:
         """Absolute positions of the keys that the kernel of ``layer`` reads in the latest pass."""
-        own = getattr(self.run, "key_positions", None)
+        own = getattr(self.beneath, "key_positions", None)
         return own(layer, n_keys) if callable(own) else range(self._position + 1 - n_keys, self._position + 1)
 
     def fork(self, controls: tuple[Control, ...] | None = None) -> OwnRun:
@@ -211,21 +202,21 @@ class OwnRun(Wrapper):
         InputError
             If the run has no ``fork``.
         """
-        own = getattr(self.run, "fork", None)
+        own = getattr(self.beneath, "fork", None)
         if not callable(own):
             raise InputError(
                 f"{self.path.label}: its runs have no fork(controls=None), an independent continuation, which local "
                 "drift, sweeps, the factorial and evaluations with several strategies start from: add one, or, for "
                 "kd.compare, use local=False."
             )
-        noted = Noted(controls or ())
-        run = own() if controls is None else own(noted.controls)
+        copies, idle = noted(controls or ())
+        run = own() if controls is None else own(copies)
         chosen = self.controls if controls is None else controls
-        return OwnRun(run, self.path, self.model, self._n_prompt, noted, chosen, self._n_steps)
+        return OwnRun(run, self.path, self.model, self._n_prompt, chosen, idle, self._n_steps)
 
     def close(self) -> None:
         """Let go of what the run holds, if it says how."""
-        own = getattr(self.run, "close", None)
+        own = getattr(self.beneath, "close", None)
         if callable(own):
             own()
 

@@ -82,7 +82,7 @@ class Path(Protocol):
 
     Only ``start(model, ids)`` is asked for; `kvdrift.paths.own.OwnPath` has defaults for the rest. A class that
     inherits from this one promises all of it. In which other manners a path can be run stands in
-    `kvdrift.paths.variants`.
+    `kvdrift.paths.path_capabilities`.
     """
 
     @property

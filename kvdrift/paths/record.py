@@ -20,8 +20,8 @@ from kvdrift.models.sites import choose_heads, choose_layers, parse_sites
 from kvdrift.paths.cache_on import CacheOn
 from kvdrift.paths.own import check_path
 from kvdrift.paths.path import Path
+from kvdrift.paths.path_capabilities import check_room, path_notes
 from kvdrift.paths.recording import Positions, Recording
-from kvdrift.paths.variants import check_room, path_notes
 from kvdrift.tracing.trace import Trace
 
 DEFAULT_SITES = ("resid_post", "k", "v", "logits")

@@ -207,7 +207,7 @@ def test_the_same_path_on_another_model(path, tiny_model):
     other = whole.with_model(model)
     assert (whole.model, other.model) == (None, model)
     assert other.label == whole.label
-    assert not isinstance(path, Told) or other.path.told
+    assert not isinstance(path, Told) or other.beneath.told
     assert whole.with_model(model).settings() != whole.settings()
 
 

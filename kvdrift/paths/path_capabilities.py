@@ -11,29 +11,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 from transformers import Cache, QuantizedCache
 
 from kvdrift.backends.cache_state import refuse_full
-from kvdrift.paths.capabilities import left_padding, offered
+from kvdrift.paths.capabilities import left_padding, offered, told
 from kvdrift.paths.loss import Declared, Dropped, Rounded, as_losses
 from kvdrift.paths.own import check_path
 from kvdrift.paths.path import Path
 
 if TYPE_CHECKING:
     from kvdrift.models.model import Model
-
-
-class Called(Protocol):
-    """A path whose passes are plain calls of the model, in a manner that can be varied."""
-
-    call: str
-
-    def varied(self, **options: Any) -> Any:
-        """The same path with other options, such as ``call="mask"``; see `kvdrift.backends.manner`."""
-        ...
-
-
-class Chunked(Protocol):
-    """A path that consumes a prompt in several passes, or can."""
-
-    prefill_chunk: int | Sequence[int] | None
 
 
 class Prefixed(Protocol):
@@ -69,22 +53,15 @@ class Drafting(Protocol):
         ...
 
 
-class Lossy(Protocol):
-    """A path that declares what it gives up."""
-
-    lossy: Declared | None
-
-
 def prefill_chunk(path: Path) -> int | Sequence[int] | None:
     """In chunks of how many tokens the path consumes a prompt; None for all at once."""
-    found: Chunked | None = offered(path, Chunked)
-    return None if found is None else found.prefill_chunk
+    return told(path, "prefill_chunk")
 
 
 def manner(path: Path) -> str | None:
-    """The manner in which the path calls the model; None if its passes are no plain calls."""
-    found: Called | None = offered(path, Called)
-    return None if found is None else found.call
+    """The manner in which the path calls the model; None if it cannot be varied: its passes are no plain calls."""
+    call = told(path, "call")
+    return call if isinstance(call, str) and path.varied(call=call) is not None else None
 
 
 def begins_filled(path: Path) -> bool:
@@ -156,10 +133,10 @@ def declared_loss(path: Path) -> Declared | None:
     >>> declared_loss(kd.CacheOn(lossy="keys in float16")), declared_loss(kd.CacheOn())
     ('keys in float16', None)
     """
-    found: Lossy | None = offered(path, Lossy)
-    if found is not None and found.lossy:
-        known = isinstance(found.lossy, (str, tuple, Dropped, Rounded))
-        return as_losses(found.lossy) if known else str(found.lossy)  # somebody's own attribute of that name
+    declared = told(path, "lossy")
+    if declared:
+        known = isinstance(declared, (str, tuple, Dropped, Rounded))
+        return as_losses(declared) if known else str(declared)  # somebody's own attribute of that name
     make = own_cache(path)
     return "the cache is quantised" if make is not None and isinstance(make(), QuantizedCache) else None
 

@@ -54,7 +54,7 @@ class Sites:
         self._reasons = reasons
         self._names = names
         self._block_name = block_name
-        self._given = [site for site, layers in places.items() if layers]
+        self._sites = [site for site, layers in places.items() if layers]
 
     def __getitem__(self, key: str | tuple[str, int]) -> Tensor:
         """The site's value at this point of the forward pass."""
@@ -121,7 +121,7 @@ class Sites:
             name, layer = full[2], int(full[1])
         site = self._names.get(str(name), name)
         if site not in self._places:
-            self._refuse(f"There is no site {key!r}; this model gives {', '.join(self._given)}.")
+            self._refuse(f"There is no site {key!r}; this model gives {', '.join(self._sites)}.")
         layers = self._places[site]
         if not layers:
             self._refuse(f"This model does not give {site!r}: {self._reasons.get(site, 'no layer has it')}.")
@@ -161,7 +161,7 @@ class Sites:
         raise SiteError(sentence)
 
     def __repr__(self) -> str:
-        return f"Sites({', '.join(self._given)})"
+        return f"Sites({', '.join(self._sites)})"
 
 
 def sites(model: Any) -> Sites:

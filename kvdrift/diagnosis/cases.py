@@ -91,14 +91,14 @@ class Case:
         return self.b is not None and manner(self.a) != manner(self.b)
 
     @property
-    def given(self) -> bool:
+    def of_user(self) -> bool:
         """Whether this is a prompt of the user's own, which is run on the model itself whatever it costs."""
         return self.feed is None
 
     @property
     def grows(self) -> bool:
         """Whether it goes through many lengths one by one."""
-        return self.given or self.steps == STEPS
+        return self.of_user or self.steps == STEPS
 
     @property
     def n_tokens(self) -> int:

@@ -81,7 +81,7 @@ def breach(made: Call, info: LayerInfo, declared: Declared) -> str | None:
     losses = as_losses(declared)
     if losses is None or isinstance(losses, str):
         slots = _by_distance(made, written, read)
-        return slots if isinstance(slots, str) else _own(made, made.written.start, slots)
+        return slots if isinstance(slots, str) else _lacks_pass(made, made.written.start, slots)
     dropped = next((loss for loss in losses if isinstance(loss, Dropped)), None)
     rounded = next((loss for loss in losses if isinstance(loss, Rounded)), None)
     if dropped is None:
@@ -103,7 +103,7 @@ def breach(made: Call, info: LayerInfo, declared: Declared) -> str | None:
         if isinstance(nearest, str):
             return nearest
         slots = nearest
-    said_own = _own(made, made.written.start, slots)
+    said_own = _lacks_pass(made, made.written.start, slots)
     if said_own is not None:
         return said_own
     if dropped is not None and (fault := _kept(made, info, dropped, slots)) is not None:
@@ -116,7 +116,7 @@ def _alike(written: Tensor, read: Tensor) -> bool:
     return written.shape[1] != read.shape[1] or written.shape[3] != read.shape[3]
 
 
-def _own(made: Call, start: int, slots: Sequence[Sequence[int]]) -> str | None:
+def _lacks_pass(made: Call, start: int, slots: Sequence[Sequence[int]]) -> str | None:
     """The tokens of a pass itself are always there."""
     for head, places in enumerate(slots):
         missing = sorted({at - start for at in made.queries} - set(places))

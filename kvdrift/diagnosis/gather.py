@@ -246,7 +246,7 @@ class Gathering:
             if not fits(self.model, case):
                 self.evidence.not_examined[case.name] = "the model's context is too short"
         cases = [case for case in cases if fits(self.model, case)]
-        near = [case for case in cases if case.given or not too_costly(self.model, case)]
+        near = [case for case in cases if case.of_user or not too_costly(self.model, case)]
         far = [case.name for case in cases if case not in near]
         placed = [(self.model, case) for case in near]
         if far:

@@ -26,7 +26,7 @@ from kvdrift.diagnosis.evidence import Evidence, Finding
 from kvdrift.diagnosis.float64 import TOLERANCE, in_float64
 from kvdrift.diagnosis.locate import Equal, within
 from kvdrift.diagnosis.lockstep import Moment
-from kvdrift.diagnosis.raised import out_of_memory, own_code, said
+from kvdrift.diagnosis.raised import out_of_memory, raised_by_kvdrift, said
 from kvdrift.errors import InputError, InternalError, KvdriftError, one_line
 from kvdrift.models.load import load
 from kvdrift.paths.cache_off import CacheOff
@@ -286,7 +286,7 @@ SLACK = 16
 def _case(model: Model, first: Case) -> Case | str:
     if not hasattr(model.hf, "generate"):
         return "the model has no generate()"
-    prompt = first.prompt if first.given else first.prompt * 2
+    prompt = first.prompt if first.of_user else first.prompt * 2
     limit = model.architecture.max_positions
     room = NEW_TOKENS if limit is None else min(NEW_TOKENS, limit - len(prompt))
     if room < 1:
@@ -307,7 +307,7 @@ def _raised(evidence: Evidence, path: Path, case: Case, error: Exception) -> Non
         evidence.not_examined[NAME] = "memory does not suffice"
     elif isinstance(error, KvdriftError):
         evidence.not_examined[NAME] = one_line(error)
-    elif own_code(error):
+    elif raised_by_kvdrift(error):
         raise InternalError.of(error, f"while it called {NAME}") from error
     elif _refused(error):
         evidence.not_examined[NAME] = f"transformers refuses it: {one_line(error)}"

@@ -35,7 +35,7 @@ def begun_with(cases: Sequence[Case], held: Sequence[int]) -> list[Case]:
     n = len(held)
     return [
         case
-        if case.given or not held
+        if case.of_user or not held
         else replace(case, prompt=(*held, *(case.prompt[n:] if len(case.prompt) > n else case.prompt)))
         for case in cases
     ]

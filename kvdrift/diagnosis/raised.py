@@ -82,7 +82,7 @@ def cause(model: Model, case: Case, b: Path, error: Exception) -> Finding | str:
     for path, one in fallen:
         if one.declared:
             return f"{path.label} cannot run it: {one_line(one.error)}"
-        if own_code(one.error):
+        if raised_by_kvdrift(one.error):
             raise InternalError.of(one.error, f"while {path.label} ran {case.name}") from one.error
     if not fallen:
         if isinstance(error, KvdriftError):
@@ -127,7 +127,7 @@ def out_of_memory(error: Exception) -> bool:
     )
 
 
-def own_code(error: Exception) -> bool:
+def raised_by_kvdrift(error: Exception) -> bool:
     """Whether an error was raised by a line of kvdrift's own, rather than by what kvdrift runs."""
     frames = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     return bool(frames) and FilePath(frames[-1]).is_relative_to(ROOT)

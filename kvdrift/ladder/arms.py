@@ -28,7 +28,7 @@ Controls = Callable[[int, int], tuple[Control, ...]]
 
 
 @dataclass(frozen=True)
-class Arm:
+class Arithmetic:
     """One kind of arithmetic in which cache-ON is compared with cache-OFF.
 
     Attributes
@@ -63,35 +63,45 @@ def _always(*controls: Control) -> Controls:
     return lambda seed, length: controls
 
 
-ARMS: dict[str, Arm] = {
+ARMS: dict[str, Arithmetic] = {
     arm.name: arm
     for arm in (
-        Arm("float64", "float64, hard-coded float32 casts promoted", "float64", controls=_always(TrueFloat64())),
-        Arm("float32", "true float32: no TensorFloat-32", "float32", controls=_always(TrueFloat32())),
-        Arm("bfloat16", "weights and arithmetic in bfloat16", "bfloat16"),
-        Arm("float16", "weights and arithmetic in float16", "float16"),
-        Arm("layercast", "16-bit weights, float32 arithmetic", HALF, "float32", controls=_always(LayerCast())),
-        Arm("attention-float32", "16 bits, attention alone in float32", HALF, controls=_always(AttentionFloat32())),
-        Arm("matmul-float32", "16 bits, matrix products alone in float32", HALF, controls=_always(MatmulFloat32())),
-        Arm("head-float32", "16 bits, LM head alone in float32", HALF, controls=_always(HeadFloat32())),
-        Arm("eager", "eager attention", attn="eager"),
+        Arithmetic("float64", "float64, hard-coded float32 casts promoted", "float64", controls=_always(TrueFloat64())),
+        Arithmetic("float32", "true float32: no TensorFloat-32", "float32", controls=_always(TrueFloat32())),
+        Arithmetic("bfloat16", "weights and arithmetic in bfloat16", "bfloat16"),
+        Arithmetic("float16", "weights and arithmetic in float16", "float16"),
+        Arithmetic("layercast", "16-bit weights, float32 arithmetic", HALF, "float32", controls=_always(LayerCast())),
+        Arithmetic(
+            "attention-float32", "16 bits, attention alone in float32", HALF, controls=_always(AttentionFloat32())
+        ),
+        Arithmetic(
+            "matmul-float32", "16 bits, matrix products alone in float32", HALF, controls=_always(MatmulFloat32())
+        ),
+        Arithmetic("head-float32", "16 bits, LM head alone in float32", HALF, controls=_always(HeadFloat32())),
+        Arithmetic("eager", "eager attention", attn="eager"),
         *(
-            Arm(f"sdpa-{name}", f"sdpa attention, {name} kernel", attn="sdpa", controls=_always(SdpaBackend(name)))
+            Arithmetic(
+                f"sdpa-{name}", f"sdpa attention, {name} kernel", attn="sdpa", controls=_always(SdpaBackend(name))
+            )
             for name in BACKENDS
         ),
-        Arm("re-roll", "both paths' sums in another order, alike", controls=lambda seed, _: (ReRoll(seed),)),
-        Arm(
-            FLOOR, "cache-ON against itself with its sums in another order: no cache-OFF in it",
-            controls=lambda seed, _: (ReRoll(seed),), against_itself=True,
+        Arithmetic("re-roll", "both paths' sums in another order, alike", controls=lambda seed, _: (ReRoll(seed),)),
+        Arithmetic(
+            FLOOR,
+            "cache-ON against itself with its sums in another order: no cache-OFF in it",
+            controls=lambda seed, _: (ReRoll(seed),),
+            against_itself=True,
         ),
-        Arm("wide-sums", "every sum in float64, stored as before", controls=_always(WideSums())),
-        Arm("fixed-shape", "every row computed at one fixed shape", controls=lambda _, length: (FixedShape(length),)),
+        Arithmetic("wide-sums", "every sum in float64, stored as before", controls=_always(WideSums())),
+        Arithmetic(
+            "fixed-shape", "every row computed at one fixed shape", controls=lambda _, length: (FixedShape(length),)
+        ),
     )
-}  # fmt: skip
+}
 """Every arm, in the order of a ladder."""
 
 
-def chosen(names: Iterable[str] | None) -> list[Arm]:
+def chosen(names: Iterable[str] | None) -> list[Arithmetic]:
     """The arms by name, in the order of the ladder; all for None.
 
     Raises

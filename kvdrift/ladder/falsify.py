@@ -19,7 +19,7 @@ from kvdrift.drift.compare import compare
 from kvdrift.drift.result import Drift
 from kvdrift.errors import FileError, InputError, KvdriftError, NonFiniteError
 from kvdrift.fingerprint import one_job
-from kvdrift.ladder.arms import ARMS, BASE, HALF, Arm, chosen
+from kvdrift.ladder.arms import ARMS, BASE, HALF, Arithmetic, chosen
 from kvdrift.ladder.result import METRICS, Ladder
 from kvdrift.ladder.rung import Rung
 from kvdrift.models.load import DTYPES, load
@@ -136,7 +136,7 @@ class _Setup:
     forced: list[list[int]] = field(default_factory=list)
     copy: Model | None = None
 
-    def run(self, arm: Arm) -> tuple[Rung, Drift | None]:
+    def run(self, arm: Arithmetic) -> tuple[Rung, Drift | None]:
         """One arm on the forced tokens; an arm that cannot run, or overflows, comes with the reason."""
         rung = self.described(arm)
         try:
@@ -149,7 +149,9 @@ class _Setup:
         except (KvdriftError, RuntimeError) as error:
             return replace(rung, status="not run", reason=" ".join(str(error).split())), None
 
-    def compare(self, arm: Arm, prompts: Any, tokens: Any, chat: bool = False, ignore_eos: bool = False) -> Drift:
+    def compare(
+        self, arm: Arithmetic, prompts: Any, tokens: Any, chat: bool = False, ignore_eos: bool = False
+    ) -> Drift:
         """The comparison of one arm."""
         model = self.in_dtype(arm)
         a, b = self.paths(arm)
@@ -159,7 +161,7 @@ class _Setup:
             store=None if self.store is None else self.store / arm.name,
         )  # fmt: skip
 
-    def paths(self, arm: Arm, *more: Any) -> tuple[Path, Path]:
+    def paths(self, arm: Arithmetic, *more: Any) -> tuple[Path, Path]:
         """Both paths of an arm, with more controls."""
         controls = (*arm.controls(self.seed, self.longest), *more)
         on = CacheOn(attn=arm.attn, controls=controls)
@@ -167,13 +169,13 @@ class _Setup:
             return replace(on, label="cache-ON, re-rolled"), CacheOn(attn=arm.attn, controls=more)
         return on, CacheOff(attn=arm.attn, controls=controls)
 
-    def dtype(self, arm: Arm) -> torch.dtype:
+    def dtype(self, arm: Arithmetic) -> torch.dtype:
         """The dtype of an arm's weights."""
         if arm.dtype == BASE or (arm.dtype == HALF and self.model.dtype in HALVES):
             return self.model.dtype
         return torch.bfloat16 if arm.dtype == HALF else DTYPES[arm.dtype]
 
-    def in_dtype(self, arm: Arm) -> Model:
+    def in_dtype(self, arm: Arithmetic) -> Model:
         """The base model, or its copy in an arm's dtype; the copy before is let go first."""
         dtype = self.dtype(arm)
         if dtype == self.model.dtype:
@@ -183,7 +185,7 @@ class _Setup:
             self.copy = self.model.around(cast_copy(self.model.hf, dtype))
         return self.copy
 
-    def described(self, arm: Arm) -> Rung:
+    def described(self, arm: Arithmetic) -> Rung:
         """An arm in words, before anything ran."""
         name = str(self.dtype(arm)).removeprefix("torch.")
         a, b = self.paths(arm)
@@ -192,7 +194,7 @@ class _Setup:
             a=a.label, b=b.label,
         )  # fmt: skip
 
-    def rung(self, arm: Arm) -> Rung:
+    def rung(self, arm: Arithmetic) -> Rung:
         """An arm in words, with the kernels that run on a few tokens and the weights that its cast rounds."""
         model, watch = self.in_dtype(arm), WatchSdpa()
         ids = self.prompts[0][:16]
@@ -220,7 +222,9 @@ def weights_changed(base: Model, cast: Model) -> float:
     return changed / max(total, 1)
 
 
-def _ladder(model: Model, base: Arm, results: dict[str, tuple[Rung, Drift | None]], drift: Drift, seed: int) -> Ladder:
+def _ladder(
+    model: Model, base: Arithmetic, results: dict[str, tuple[Rung, Drift | None]], drift: Drift, seed: int
+) -> Ladder:
     names = [name for name in ARMS if name in results]
     arrays: dict[str, np.ndarray] = {
         metric: np.stack([_values(*results[name], metric, drift.measured) for name in names]) for metric in METRICS

@@ -29,19 +29,19 @@ class Written:
     _entries: dict[int, list[KV]] = field(default_factory=dict)
     _end: dict[int, int] = field(default_factory=dict)
     _back: dict[int, KV] = field(default_factory=dict)
-    _found: dict[int, Sequence[int] | str] = field(default_factory=dict)
+    _slots: dict[int, Sequence[int] | str] = field(default_factory=dict)
 
     @contextmanager
     def watching(self, cache: Cache, position: int) -> Iterator[None]:
         """Note what one pass, whose first token is at ``position``, hands to a cache and gets back from it."""
-        self._back, self._found = {}, {}
+        self._back, self._slots = {}, {}
         update, own = cache.update, vars(cache).get("update")  # an update of this one object is somebody else's
 
         def watched(key: Tensor, value: Tensor, layer: int, *args: Any, **kwargs: Any) -> KV:
             self._append(layer, position, key, value)
             back = update(key, value, layer, *args, **kwargs)
             self._back[layer] = back
-            self._found.pop(layer, None)
+            self._slots.pop(layer, None)
             return back
 
         vars(cache)["update"] = watched
@@ -101,9 +101,9 @@ class Written:
         written, back = self.entries(layer), self._back.get(layer)
         if written is None or back is None or back[0].shape[2] != n_keys or n_keys >= written[0].shape[2]:
             return None
-        if layer not in self._found:
-            self._found[layer] = self.place(written, back)
-        return self._found[layer]
+        if layer not in self._slots:
+            self._slots[layer] = self.place(written, back)
+        return self._slots[layer]
 
     def place(self, written: KV, back: KV) -> Sequence[int] | str:
         """The positions of entries read, found bit by bit among those written; a sentence if they cannot be told."""
@@ -120,7 +120,7 @@ class Written:
     def copy(self) -> Written:
         """Its own list of the same entries."""
         entries = {layer: list(parts) for layer, parts in self._entries.items()}
-        return Written(self.start, entries, dict(self._end), dict(self._back), dict(self._found))
+        return Written(self.start, entries, dict(self._end), dict(self._back), dict(self._slots))
 
 
 def match(key: Tensor, value: Tensor, read_key: Tensor, read_value: Tensor) -> list[int] | None:

@@ -101,7 +101,7 @@ def recovery(sweep: Outcomes, *, metric: str = "logit_l2", steps: str = "after",
             name=str(table["name"].iloc[cell]),
             hover=hover[cell],
             trivial=bool(table["trivial"].iloc[cell]),
-            found=found[cell],
+            recovery=found[cell],
             unpatched=unpatched[cell],
             reroll=sweep.recovery(cell, metric, steps, role="re-roll") if has_reroll else None,
         )

@@ -75,7 +75,7 @@ def recovery_curve(result: Outcomes, cell: int = 0, *, metric: str = "logit_l2",
     shared: dict[str, StepCurve | _Band] = {
         role: _curve(result, 0, metric, role) for role in ("unpatched", "re-roll") if result.find(role)
     }
-    lines = {c: shared | _own(result, c, metric) for c in cells}
+    lines = {c: shared | _lines(result, c, metric) for c in cells}
     axis = LogAxis.of([line.drawn if isinstance(line, _Band) else np.stack([line.median, line.low, line.high])
                        for found in lines.values() for line in found.values()])  # fmt: skip
 
@@ -118,7 +118,7 @@ class _Band:
         return np.concatenate([self.seeds, self.curve.median[None]])
 
 
-def _own(result: Outcomes, cell: int, metric: str) -> dict[str, StepCurve | _Band]:
+def _lines(result: Outcomes, cell: int, metric: str) -> dict[str, StepCurve | _Band]:
     found: dict[str, StepCurve | _Band] = {}
     for role in ("placebo", *HIDDEN, "patched"):
         if not result.find(role, cell):

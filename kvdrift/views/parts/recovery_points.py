@@ -26,7 +26,7 @@ class Point:
     name: str
     hover: str
     trivial: bool
-    found: Recovery
+    recovery: Recovery
     unpatched: Recovery
     reroll: Recovery | None
 
@@ -77,7 +77,7 @@ def _turned(mark: dict[str, Any], sideways: bool) -> dict[str, Any]:
 
 def _marks(cells: Sequence[Point], sideways: bool) -> list[dict[str, Any]]:
     """Everything that is drawn: placebos, the arms without a patch, and the patched cells by kind."""
-    values = np.array([cell.found.value for cell in cells])
+    values = np.array([cell.recovery.value for cell in cells])
     trivial = np.array([cell.trivial for cell in cells], dtype=bool)
     kinds: list[tuple[str, np.ndarray, dict[str, Any]]] = [
         ("patched (95 % interval)", ~trivial & (values >= LEFT), {"symbol": "circle", "color": ARM_COLOURS["patched"]}),
@@ -88,7 +88,7 @@ def _marks(cells: Sequence[Point], sideways: bool) -> list[dict[str, Any]]:
         ("undefined: nothing to recover", np.isnan(values), {"symbol": "x", "color": UNDEFINED}),
     ]  # fmt: skip
     marks = _spread(cells)
-    if any(cell.found.reference != "unpatched" for cell in cells):
+    if any(cell.recovery.reference != "unpatched" for cell in cells):
         marks += _other("without a patch", [cell.unpatched for cell in cells], "diamond-open", "unpatched")
     marks += _other("re-roll, no patch", [cell.reroll for cell in cells], "x-thin-open", "re-roll")
     for number, (name, here, look) in enumerate(kinds):
@@ -107,7 +107,7 @@ def _marks(cells: Sequence[Point], sideways: bool) -> list[dict[str, Any]]:
 
 def _spread(cells: Sequence[Point]) -> list[dict[str, Any]]:
     """A grey bar from the lowest to the highest single placebo; nothing where there is only one."""
-    ends = np.array([cell.found.spread for cell in cells]).reshape(-1, 2)
+    ends = np.array([cell.recovery.spread for cell in cells]).reshape(-1, 2)
     at = np.flatnonzero(~np.isnan(ends[:, 0]))
     if not at.size:
         return []
@@ -135,7 +135,9 @@ def _other(name: str, found: Sequence[Recovery | None], symbol: str, role: str) 
 
 def _bars(cells: Sequence[Point], at: np.ndarray) -> dict[str, Any] | None:
     """Error bars of the 95 % interval, cut at the end of the axis; None without any."""
-    value, low, high = (np.array([getattr(cells[int(i)].found, name) for i in at]) for name in ("value", "low", "high"))
+    value, low, high = (
+        np.array([getattr(cells[int(i)].recovery, name) for i in at]) for name in ("value", "low", "high")
+    )
     if np.isnan(low).all():
         return None
     return {

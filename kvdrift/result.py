@@ -30,9 +30,16 @@ SUMMARIES = {
     "PaperPatching": "paper_patching",
     "PatchResult": "patch",
     "Sweep": "sweep",
+    "Verdict": "verdict",
 }
 """Class of a result → the file of `kvdrift.summaries` that says it, loaded when a result is first asked: no result
 imports its words."""
+
+
+def say(result: Any, how: str) -> Any:
+    """What the result's file of `kvdrift.summaries` says: its ``summary``, ``html``, ``as_dict`` or ``reading``."""
+    name = next(SUMMARIES[base.__name__] for base in type(result).__mro__ if base.__name__ in SUMMARIES)
+    return getattr(import_module(f"kvdrift.summaries.{name}"), how)(result)
 
 
 class Result:
@@ -43,22 +50,17 @@ class Result:
 
     def summary(self) -> str:
         """What was measured, in plain sentences."""
-        return self._say("summary")
+        return say(self, "summary")
 
     def to_dict(self) -> dict[str, Any]:
         """The machine-readable summary that the command line prints with ``--json``."""
-        return self._say("as_dict")
+        return say(self, "as_dict")
 
     def __repr__(self) -> str:
         return self.summary()
 
     def _repr_html_(self) -> str:
-        return self._say("html")
-
-    def _say(self, how: str) -> Any:
-        """What the result's file of `kvdrift.summaries` says: ``summary``, ``html``, ``as_dict``, ``reading``."""
-        name = next(SUMMARIES[base.__name__] for base in type(self).__mro__ if base.__name__ in SUMMARIES)
-        return getattr(import_module(f"kvdrift.summaries.{name}"), how)(self)
+        return say(self, "html")
 
     # --- kept beside the fields, and no part of the result
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
-from kvdrift import markup
 from kvdrift.diagnosis.locate import Where
+from kvdrift.result import say
 
 VerdictKind = Literal["exact", "rounding", "lossy", "by_design", "bug", "nonfinite", "nondeterministic", "inconclusive"]
 KINDS: tuple[VerdictKind, ...] = get_args(VerdictKind)
@@ -82,34 +81,9 @@ class Verdict:
         return asdict(self) | {"meaning": MEANING[self.kind]}
 
     def __str__(self) -> str:
-        lines = [self._headline(), f"{self.model}: {self.a} against {self.b}"]
-        lines += [f"{name}: {value}" for name, value in self._circumstances()]
-        lines += [f"  {number}. {reason}" for number, reason in enumerate(self.reasons, 1)]
-        lines += [f"not examined: {case}" for case in self.not_examined]
-        if self.suggestion:
-            lines.append(f"next: {self.suggestion}")
-        return "\n".join(lines)
+        return str(say(self, "summary"))
 
     __repr__ = __str__
 
-    def _headline(self) -> str:
-        return f"{self.kind.upper().replace('_', ' ')}: {MEANING[self.kind]}."
-
-    def _circumstances(self) -> Iterator[tuple[str, str]]:
-        """Where, which path and when, as far as they are known."""
-        if self.where is not None:
-            yield "where", str(self.where)
-        if self.wrong is not None:
-            yield "wrong path", self.a if self.wrong == "a" else self.b
-        if self.signature:
-            yield "when", ", ".join(self.signature)
-
     def _repr_html_(self) -> str:
-        return markup.block(
-            self._headline(),
-            markup.paragraph(f"{self.model}: {self.a} against {self.b}"),
-            markup.table(self._circumstances()),
-            markup.listing(self.reasons, numbered=True),
-            *(markup.paragraph(f"Not examined: {case}") for case in self.not_examined),
-            markup.paragraph(f"Next: {self.suggestion}" if self.suggestion else ""),
-        )
+        return str(say(self, "html"))

@@ -22,7 +22,7 @@ from kvdrift.files import write_atomically
 from kvdrift.models.architecture import Architecture
 from kvdrift.models.labels import PathInfo
 from kvdrift.plain import from_plain, to_plain
-from kvdrift.result import Result, Saved, table_maker
+from kvdrift.result import Result, Saved, say, table_maker
 from kvdrift.statistics.items import item_differences
 from kvdrift.statistics.paired import paired_difference
 
@@ -159,7 +159,7 @@ class Evaluation(Saved, Result):
 
     def reading(self) -> list[str]:
         """What the evaluation says, in sentences: direction and rate apart, each against its null."""
-        return self._say("reading")
+        return say(self, "reading")
 
     # --- its file: the records as JSON in one tensor, which a header would not hold
 

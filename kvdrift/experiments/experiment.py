@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 
 from kvdrift import markup
 from kvdrift.errors import FileError
-from kvdrift.result import Result, Saved
+from kvdrift.result import Result, Saved, say
 from kvdrift.words.json import json_safe, not_finite
 
 
@@ -26,7 +26,7 @@ class Experiment(Result):
 
     def reading(self) -> list[str]:
         """What the table says about the paper's claims, in sentences."""
-        return self._say("reading")
+        return say(self, "reading")
 
     def summary(self) -> str:
         """The reading and the notes as one text."""

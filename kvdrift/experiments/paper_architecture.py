@@ -22,7 +22,7 @@ from kvdrift.models.architecture import Architecture
 from kvdrift.models.load import load
 from kvdrift.models.model import Model
 from kvdrift.models.prompts import as_prompts
-from kvdrift.result import Saved, table_maker
+from kvdrift.result import Saved, say, table_maker
 from kvdrift.runs.store import takes_store_as
 from kvdrift.words.json import json_safe
 
@@ -100,7 +100,7 @@ class PaperArchitecture(Folder, Experiment):
 
     def headline(self) -> str:
         """The answer in one sentence."""
-        return self._say("headline")
+        return say(self, "headline")
 
     def to_dict(self) -> dict[str, Any]:
         """The tables and the reading as plain data."""

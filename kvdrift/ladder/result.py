@@ -14,7 +14,7 @@ from kvdrift.errors import InputError
 from kvdrift.ladder.rung import Rung
 from kvdrift.models.architecture import Architecture
 from kvdrift.models.labels import PathInfo, Prompt
-from kvdrift.result import Result, Saved
+from kvdrift.result import Result, Saved, say
 from kvdrift.statistics.means import Mean, mean, ratio
 from kvdrift.statistics.rates import upper_bound
 
@@ -258,4 +258,4 @@ class Ladder(Saved, Result):
 
     def reading(self) -> list[str]:
         """What the ladder says, in sentences."""
-        return self._say("reading")
+        return say(self, "reading")

@@ -5,13 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from kvdrift.drift import findings, peaks
-from kvdrift.drift.metrics import LOGIT_METRICS
 from kvdrift.drift.result import Drift
 from kvdrift.report import parts
 from kvdrift.report.figures import drift_figures
 from kvdrift.report.parts import Column, Group, Section, Table, Tile
 from kvdrift.statistics.resampling import MIN_PROMPTS
-from kvdrift.summaries import drift as summary
+from kvdrift.summaries.drift import headline, reading
 from kvdrift.words.numbers import number, plural, times
 
 MAX_FLIPS = 300
@@ -21,14 +20,14 @@ LOGIT_NAMES = {
     "kl": "KL(b‖a), nats",
     "kl_float32_head": "KL with the LM head in float32, nats",
     "js": "Jensen-Shannon divergence, nats",
-    "logit_l2": "centred L2 distance of the logits",
-    "logit_max": "largest difference of a logit",
-    "margin_a": "distance of the best two logits, path a",
-    "margin_b": "distance of the best two logits, path b",
-    "topk_overlap": "overlap of the top tokens (share)",
     "flip": "flips (share of steps)",
     "tie_a": "exact ties, path a (share of steps)",
     "tie_b": "exact ties, path b (share of steps)",
+    "margin_a": "distance of the best two logits, path a",
+    "margin_b": "distance of the best two logits, path b",
+    "topk_overlap": "overlap of the top tokens (share)",
+    "logit_l2": "centred L2 distance of the logits",
+    "logit_max": "largest difference of a logit",
 }
 
 
@@ -38,9 +37,9 @@ def section(drift: Drift, id: str) -> Section:
     return Section(
         id=id,
         heading=parts.subject(drift.a),
-        what=summary.headline(drift),
+        what=headline(drift),
         tiles=tiles(drift),
-        reading=summary.reading(drift),
+        reading=reading(drift),
         notes=list(drift.notes),
         figures=drawn,
         missing=missing,
@@ -169,13 +168,13 @@ def logit_table(drift: Drift) -> Table:
     if control is not None:
         columns.append(Column(f"{control.a.dtype}, mean"))
     rows = []
-    for metric in LOGIT_METRICS:
+    for metric, name in LOGIT_NAMES.items():
         cells = findings.counted_logits(drift, metric)
         if not cells.size:
             continue
         floor = findings.mean(findings.counted_logits(drift, metric, "floor"))
         row = [
-            LOGIT_NAMES[metric],
+            name,
             number(findings.mean(cells)),
             number(float(np.median(cells))),
             number(findings.largest(cells)),

@@ -13,8 +13,7 @@ from kvdrift.report import parts
 from kvdrift.report.figures import View, draw, sort
 from kvdrift.report.parts import Column, Section, Table, Tile
 from kvdrift.statistics.resampling import MIN_PROMPTS
-from kvdrift.summaries import evaluation as words
-from kvdrift.summaries.evaluation import in_percent
+from kvdrift.summaries.evaluation import headline, in_percent
 from kvdrift.views.parts import takeaway_evaluation as takeaway
 from kvdrift.views.parts.takeaway_evaluation import OUT, UNKNOWN, p_words
 from kvdrift.words.numbers import number, points, span
@@ -52,7 +51,7 @@ def section(result: Evaluation, id: str) -> Section:
     return Section(
         id=id,
         heading=f"{parts.subject(result.a)}: {result.task}",
-        what=words.headline(result),
+        what=headline(result),
         tiles=tiles(result),
         reading=result.reading(),
         notes=list(result.notes),

@@ -10,7 +10,7 @@ from kvdrift.report import parts
 from kvdrift.report.figures import View, draw, sort
 from kvdrift.report.parts import Column, Section, Table, Tile
 from kvdrift.statistics.measured import mean_finite
-from kvdrift.summaries import factorial as words
+from kvdrift.summaries.factorial import sentences
 from kvdrift.views.parts.interventions import of_steps, size
 from kvdrift.words.numbers import number
 
@@ -36,7 +36,7 @@ def section(result: Factorial, id: str) -> Section:
         heading=f"{parts.subject(result.on)}: K/V state × kernel",
         what=f"{parts.subject(result.on)} · {result.on.label} and {result.off.label} · {size(result)}",
         tiles=tiles(result),
-        reading=words.sentences(result),
+        reading=sentences(result),
         notes=list(result.notes),
         figures=drawn,
         missing=missing,

@@ -11,8 +11,8 @@ from kvdrift.report import parts
 from kvdrift.report.figures import View, draw, sort
 from kvdrift.report.parts import Column, Section, Table, Tile
 from kvdrift.statistics.resampling import MIN_PROMPTS
-from kvdrift.summaries import ladder as words
-from kvdrift.words.numbers import number, percent, span, times
+from kvdrift.summaries.ladder import headline
+from kvdrift.words.numbers import decades, number, percent, span, times
 
 FIGURE = View(
     "ladder",
@@ -31,9 +31,9 @@ def section(result: Ladder, id: str) -> Section:
     return Section(
         id=id,
         heading=f"{parts.subject(result.model)}: the precision ladder",
-        what=words.headline(result),
+        what=headline(result),
         tiles=tiles(result),
-        reading=words.reading(result),
+        reading=result.reading(),
         notes=list(result.notes),
         figures=drawn,
         missing=missing,
@@ -56,8 +56,8 @@ def tiles(result: Ladder) -> list[Tile]:
         made.append(Tile("fixed shape", percent(same, ""), "of steps with equal logits", tone))
     if _ran(result, "float32") and result.base != "float32" and result.mean("float32").value > 0 and base.value > 0:
         row = _ratios(result).loc["float32"]
-        predicted = words.decades(1 / row["drift_squared"]) if row["drift_squared"] > 0 else "nothing"
-        value = words.decades(1 / row["kl"])
+        predicted = decades(1 / row["drift_squared"]) if row["drift_squared"] > 0 else "nothing"
+        value = decades(1 / row["kl"])
         made.append(Tile(f"{result.base} to float32", value, f"less KL; the measured drift predicts {predicted}"))
     if _ran(result, "rounding-floor") and base.value > 0:
         row = _ratios(result).loc["rounding-floor"]

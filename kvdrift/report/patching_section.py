@@ -20,7 +20,7 @@ from kvdrift.report.parts import Column, Section, Table, Tile
 from kvdrift.statistics.measured import mean_finite
 from kvdrift.statistics.resampling import MIN_PROMPTS
 from kvdrift.summaries import patch
-from kvdrift.summaries import sweep as sweep_words
+from kvdrift.summaries import sweep as swept
 from kvdrift.views.parts.interventions import of_steps
 from kvdrift.words.numbers import count, number, signed, span
 
@@ -65,7 +65,7 @@ def sweep_section(sweep: Sweep, id: str) -> Section:
         draw(CURVE, f"{id}-recovery_curve", partial(views.recovery_curve, sweep, shown)),
     ]
     heading = f"sweep of {count(len(sweep.cells), 'cell', thousands='')}"
-    return _section(sweep, id, heading, sweep_words.sentences(sweep), tiles(sweep, cell), figures, shown)
+    return _section(sweep, id, heading, swept.sentences(sweep), tiles(sweep, cell), figures, shown)
 
 
 def _section(

@@ -9,6 +9,7 @@ import pytest
 from kvdrift import views
 from kvdrift.errors import FileError, InputError, SiteError
 from kvdrift.report import figures, write_report
+from kvdrift.report.drift_section import LOGIT_NAMES, logit_table
 from kvdrift.report.packed import plotlyjs, unpack
 from kvdrift.summaries import drift as summary
 from kvdrift.words.numbers import number
@@ -162,6 +163,13 @@ def test_layer_table_equals_the_summary(drift, page):
     for row in summary.as_dict(drift)["layers"]:
         cells = f"{row['layer']} {row['kind']} {number(row['rel_l2_median'])}"
         assert re.search(cells.replace(" ", r"\s+"), page.text)
+
+
+def test_every_logit_metric_that_was_measured_has_a_row(drift):
+    rows = {row[0]: row for row in logit_table(drift).rows}
+    assert set(rows) == {LOGIT_NAMES[metric] for metric in LOGIT_NAMES if drift.has("logits", metric)}
+    head = drift.values("logits", "kl_float32_head")[drift.counted]
+    assert rows["KL with the LM head in float32, nats"][1] == number(float(head.mean()))
 
 
 @pytest.mark.parametrize("results", [(), ("text",), (None,)])

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from kvdrift.controls.combine import PRODUCT_PRECISION
 from kvdrift.controls.derived_weights import DerivedWeights
-from kvdrift.controls.operators import GROUPED, by_operator
+from kvdrift.controls.operators import Kind, Use, by_operator, treated
 from kvdrift.controls.scope import Scope
 from kvdrift.controls.true_float32 import TrueFloat32
 from kvdrift.controls.upcast import WideOperators
 from kvdrift.errors import ModelError
 from kvdrift.models.model import Model
 
-PRODUCTS = ("mm", "bmm", "mv", "dot", "addmm", "addmv", "baddbmm", "addbmm", "_addmm_activation", *GROUPED)
+_PRODUCTS = by_operator(dict(treated(Use.WIDE, Kind.PRODUCT)))
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class MatmulFloat32:
         exact, weights = TrueFloat32().bind(model), DerivedWeights(model.hf, Tensor.float)
 
         def enter(stack: ExitStack) -> None:
-            mode = WideOperators(by_operator({name: name for name in PRODUCTS}), torch.float32, weights)
+            mode = WideOperators(_PRODUCTS, torch.float32, weights)
             weights.refresh()
             stack.push(partial(_check, mode))
             stack.enter_context(exact)

@@ -21,10 +21,11 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvdrift.controls.derived_weights import DerivedWeights
-from kvdrift.controls.operators import GROUPED, Groups, arguments_of, by_operator
+from kvdrift.controls.dispatch import OperatorMode
+from kvdrift.controls.groups import GROUPED_OPERATORS, Groups
+from kvdrift.controls.operators import PLACES, Kind, Use, arguments_of, axes_of, by_kind
 from kvdrift.models.model import Model
 
 SHARE_OF_FREE_MEMORY = 0.05
@@ -146,28 +147,17 @@ def _shared_weights(seed: int, module: nn.Module) -> DerivedWeights:
 _Handler = Callable[["_ReorderSums", OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 
 
-class _ReorderSums(TorchDispatchMode):
+class _ReorderSums(OperatorMode):
     """Hands every operation that adds terms to its handler, every other one through."""
 
     def __init__(self, seed: int, weights: DerivedWeights, counts: Counter[str]) -> None:
         super().__init__()
         self.seed, self.weights, self.counts = seed, weights, counts
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Spare each of the many calls of `__torch_dispatch__` a wrapper that matters to torch.compile alone."""
-        return False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        handler = _HANDLERS.get(func)
-        if handler is not None:
-            return handler(self, func, args, kwargs or {})
-        if torch.is_inference_mode_enabled() and func._can_decompose():
-            with self:  # under inference mode composite operations arrive whole
-                return func.decompose(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+    def treat(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Hand a call to its operator's handler."""
+        handler = _HANDLERS.get(op)
+        return NotImplemented if handler is None else handler(self, op, args, kwargs)
 
     def reorder(self, tensor: Tensor, dim: int) -> Tensor:
         """``tensor`` with its entries along ``dim`` in the seeded order, in the same memory layout."""
@@ -217,10 +207,11 @@ def _take(tensor: Tensor, dim: int, order: Tensor) -> Tensor:
     return out.permute([axes.index(axis) for axis in range(tensor.dim())]).expand(tensor.shape)
 
 
-def _matmul(mode: _ReorderSums, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], left: int) -> Any:
-    """``[…, terms] @ […, terms, n]``, the factors being arguments ``left`` and ``left + 1``."""
+def _matmul(mode: _ReorderSums, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``[…, terms] @ […, terms, n]``."""
+    left = PLACES[op] or 0
     a, b = args[left], args[left + 1]
-    if op in _GROUPED and Groups.of(op, args, kwargs) is None:  # its groups may be parts of the sum itself
+    if op in GROUPED_OPERATORS and Groups.of(op, args, kwargs) is None:  # its groups may be parts of the sum itself
         return op(*args, **kwargs)
     axis = -2 if b.dim() > 1 else -1
     if a.shape[-1] < 2 or a.shape[-1] != b.shape[axis]:
@@ -229,15 +220,13 @@ def _matmul(mode: _ReorderSums, op: OpOverload, args: tuple[Any, ...], kwargs: d
     return op(*args[:left], mode.operand(a, -1), mode.operand(b, axis), *args[left + 2 :], **kwargs)
 
 
-def _reduction(
-    mode: _ReorderSums, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], place: int | None
-) -> Any:
-    """A sum, mean, variance or norm over the axes given as argument ``place``, or over all."""
+def _reduction(mode: _ReorderSums, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A sum, mean, variance or norm."""
     tensor = args[0]
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return op(*args, **kwargs)
-    axes = args[place] if place is not None and len(args) > place else None
-    axes = range(tensor.dim()) if axes is None or axes == [] else axes
+    axes = axes_of(op, args)
+    axes = range(tensor.dim()) if axes is None else axes
     reordered = tensor
     for axis in [axes] if isinstance(axes, int) else axes:
         if tensor.shape[axis] > 1:
@@ -285,36 +274,13 @@ def _attention(mode: _ReorderSums, op: OpOverload, args: tuple[Any, ...], kwargs
     return op(**call)
 
 
-def _handlers() -> dict[Any, _Handler]:
-    """Which operation is handled how; operations that this PyTorch does not have are left out."""
-    named: dict[str, _Handler] = {
-        **dict.fromkeys(("mm", "bmm", "mv", "dot", "vdot", *GROUPED), partial(_matmul, left=0)),
-        **dict.fromkeys(("addmm", "addmv", "baddbmm", "addbmm", "_addmm_activation"), partial(_matmul, left=1)),
-        **dict.fromkeys(("sum.default", "mean.default", "norm.Scalar"), partial(_reduction, place=None)),
-        **dict.fromkeys(("sum.dim_IntList", "mean.dim", "logsumexp"), partial(_reduction, place=1)),
-        **dict.fromkeys(
-            ("var.correction", "var_mean.correction", "std.correction", "std_mean.correction"),
-            partial(_reduction, place=1),
-        ),
-        **dict.fromkeys(
-            ("linalg_vector_norm", "norm.ScalarOpt_dim", "norm.ScalarOpt_dim_dtype"), partial(_reduction, place=2)
-        ),
-        **dict.fromkeys(("_softmax", "_safe_softmax", "_log_softmax"), _softmax),
-        **dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), _layer_norm),
-        **dict.fromkeys(
-            (
-                "_scaled_dot_product_flash_attention_for_cpu",
-                "_scaled_dot_product_flash_attention",
-                "_scaled_dot_product_efficient_attention",
-                "_scaled_dot_product_cudnn_attention",
-                "_scaled_dot_product_fused_attention_overrideable",
-                "_scaled_dot_product_attention_math_for_mps",
-            ),
-            _attention,
-        ),
-    }
-    return by_operator(named)
-
-
-_HANDLERS = _handlers()
-_GROUPED = by_operator(dict.fromkeys(GROUPED))
+_HANDLERS: dict[Any, _Handler] = by_kind(
+    Use.RE_ROLL,
+    {
+        Kind.PRODUCT: _matmul,
+        Kind.REDUCTION: _reduction,
+        Kind.SOFTMAX: _softmax,
+        Kind.NORM: _layer_norm,
+        Kind.ATTENTION: _attention,
+    },
+)

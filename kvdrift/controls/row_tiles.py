@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.nn.functional import pad
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvdrift.controls.operators import GROUPED, Groups, by_operator
+from kvdrift.controls.dispatch import OperatorMode
+from kvdrift.controls.groups import Groups
+from kvdrift.controls.operators import GROUPED, PLACES, Kind, Use, axes_of, by_kind, elementwise
 
 CHUNK = 16384
 """Entries per call of an elementwise operator: a multiple of every vector width, too few to be split over threads."""
@@ -34,7 +35,7 @@ Watch = Callable[[OpOverload, RowFunction, list[Tensor], Sequence[Any]], None]
 _Handler = Callable[["RowTiles", OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 
 
-class RowTiles(TorchDispatchMode):
+class RowTiles(OperatorMode):
     """Runs row-wise operators on tiles of ``tile`` rows, and lets every other operator through.
 
     Row-wise are matrix products (rows of the left factor), reductions, softmax and norms (rows are what stands
@@ -58,22 +59,10 @@ class RowTiles(TorchDispatchMode):
         self.watch: Watch | None = None
         self._paused = False
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Spare each of the many calls of `__torch_dispatch__` a wrapper that matters to torch.compile alone."""
-        return False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if not self._paused:
-            handler = handler_of(func)
-            if handler is not None:
-                return handler(self, func, args, kwargs or {})
-        if torch.is_inference_mode_enabled() and func._can_decompose():
-            with self:  # under inference mode composite operations arrive whole
-                return func.decompose(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+    def treat(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Hand a call to its operator's handler."""
+        handler = None if self._paused else handler_of(op)
+        return NotImplemented if handler is None else handler(self, op, args, kwargs)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -205,11 +194,10 @@ def _grouped_product(mode: RowTiles, op: OpOverload, args: tuple[Any, ...], kwar
     return groups.product(lambda rows, factor: _product(mode, torch.ops.aten.mm.default, (rows, factor), {}))
 
 
-def _reduction(mode: RowTiles, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], place: int) -> Any:
-    """A function along the axes given as argument ``place``: rows are what stands before the first of them."""
-    tensor = args[0]
-    axes = args[place] if len(args) > place else None
-    if axes is None or axes == [] or not tensor.is_floating_point():
+def _reduction(mode: RowTiles, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A function along some axes: rows are what stands before the first of them."""
+    tensor, axes, place = args[0], axes_of(op, args), PLACES[op]
+    if axes is None or place is None or not tensor.is_floating_point():
         return op(*args, **kwargs)
     many = isinstance(axes, Sequence)
     reduced = [axis % tensor.dim() for axis in (axes if many else [axes])]
@@ -272,9 +260,9 @@ def _scaled_addition(mode: RowTiles, op: OpOverload, args: tuple[Any, ...], kwar
     return _elementwise(mode, op, args, kwargs)
 
 
-def _handlers() -> dict[Any, _Handler]:
-    """Which operation is handled how; operations that this PyTorch does not have are left out."""
-    named: dict[str, _Handler] = {
+_HANDLERS: dict[Any, _Handler] = by_kind(
+    Use.TILES,
+    {
         "mm": _product,
         **dict.fromkeys(("addmm", "_addmm_activation"), _biased_product),
         "mv": _product_with_vector,
@@ -282,44 +270,14 @@ def _handlers() -> dict[Any, _Handler]:
         "bmm": _batched_product,
         "baddbmm": _biased_batched_product,
         **dict.fromkeys(GROUPED, _grouped_product),
-        **dict.fromkeys(
-            (
-                *("sum.dim_IntList", "mean.dim", "prod.dim_int", "logsumexp", "cumsum", "cumprod", "logcumsumexp"),
-                *("var.correction", "var_mean.correction", "std.correction", "std_mean.correction"),
-                *("_softmax", "_safe_softmax", "_log_softmax"),
-            ),
-            partial(_reduction, place=1),
-        ),
-        **dict.fromkeys(
-            ("linalg_vector_norm", "norm.ScalarOpt_dim", "norm.ScalarOpt_dim_dtype"), partial(_reduction, place=2)
-        ),
-        **dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), _norm),
-        **dict.fromkeys(("add.Tensor", "add_.Tensor", "sub.Tensor", "sub_.Tensor"), _scaled_addition),
-    }
-    return by_operator(named)
-
-
-_HANDLERS = _handlers()
-_EXACT = frozenset(
-    (
-        *("abs", "neg", "sgn", "sign", "copysign", "square", "sqrt", "reciprocal"),
-        *("relu", "hardtanh", "clamp", "clamp_max", "clamp_min", "maximum", "minimum"),
-        *("add", "sub", "mul", "div", "floor", "ceil", "round", "trunc", "nan_to_num"),
-        *("eq", "ne", "ge", "gt", "le", "lt", "isfinite", "isinf", "isnan"),
-        *("where", "masked_fill", "tril", "triu", "clone", "copy"),
-        *("logical_and", "logical_not", "logical_or", "logical_xor"),
-        *("bitwise_and", "bitwise_not", "bitwise_or", "bitwise_xor"),
-    )
+        **dict.fromkeys((Kind.REDUCTION, Kind.RUNNING, Kind.SOFTMAX), _reduction),
+        Kind.NORM: _norm,
+        Kind.SCALED: _scaled_addition,
+    },
 )
-"""Elementwise operations that round at most once: the same bits wherever an entry stands."""
 
 
 @lru_cache(maxsize=4096)
 def handler_of(op: Any) -> _Handler | None:
     """What runs an operator on tiles; None for one that cannot depend on its shape, or is no row-wise one."""
-    known = _HANDLERS.get(op)
-    if known is not None or not isinstance(op, OpOverload):
-        return known
-    packet = op._schema.name.partition("::")[2].removesuffix("_")
-    single = [str(value.type) for value in op._schema.returns] == ["Tensor"] and "out" not in op._overloadname
-    return _elementwise if torch.Tag.pointwise in op.tags and single and packet not in _EXACT else None
+    return _HANDLERS.get(op) or (_elementwise if elementwise(op) else None)

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvdrift.controls.derived_weights import DerivedWeights
-from kvdrift.controls.operators import GROUPED, Groups, arguments_of, by_operator
+from kvdrift.controls.dispatch import OperatorMode
+from kvdrift.controls.groups import GROUPED_OPERATORS, Groups
+from kvdrift.controls.operators import arguments_of, name_of
 from kvdrift.tracing.seam import AttentionCall, Order, Output
 
 HALVES = (torch.float16, torch.bfloat16)
-
-_GROUPED = by_operator(dict.fromkeys(GROUPED))
 
 Cast = Callable[[Tensor], Tensor]
 
@@ -77,13 +76,13 @@ class WideAttention:
         return output.to(dtype), None if pattern is None else pattern.to(dtype)
 
 
-class WideOperators(TorchDispatchMode):
+class WideOperators(OperatorMode):
     """Hands the inputs of some operators on in ``dtype`` and rounds what they return.
 
     Parameters
     ----------
     operators
-        Operator → its name in `counts`; see `kvdrift.controls.operators.by_operator`.
+        Which; see `kvdrift.controls.operators`.
     dtype
         What they compute in.
     weights
@@ -95,33 +94,22 @@ class WideOperators(TorchDispatchMode):
         How many calls of each operator had narrower inputs and so were widened.
     """
 
-    def __init__(self, operators: Mapping[Any, str], dtype: torch.dtype, weights: DerivedWeights) -> None:
+    def __init__(self, operators: Collection[Any], dtype: torch.dtype, weights: DerivedWeights) -> None:
         super().__init__()
         self.operators, self.dtype, self.weights = operators, dtype, weights
         self.counts: Counter[str] = Counter()
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Spare each of the many calls of `__torch_dispatch__` a wrapper that matters to torch.compile alone."""
-        return False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        given = next((arg for arg in args if narrower(arg, self.dtype)), None) if func in self.operators else None
-        if given is not None:
-            return self._widened(func, given.dtype, args, kwargs or {})
-        if torch.is_inference_mode_enabled() and func._can_decompose():
-            with self:  # under inference mode composite operations arrive whole
-                return func.decompose(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+    def treat(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Widen a call that has narrower inputs."""
+        given = next((arg for arg in args if narrower(arg, self.dtype)), None) if op in self.operators else None
+        return NotImplemented if given is None else self._widened(op, given.dtype, args, kwargs)
 
     def _widened(self, func: Any, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         asked = arguments_of(func, args, kwargs).get("dtype")
         if asked is not None and not asked.is_floating_point:  # counts, which nothing rounds
             return func(*args, **kwargs)
-        name, groups = self.operators[func], None
-        if func in _GROUPED:
+        name, groups = name_of(func), None
+        if func in GROUPED_OPERATORS:
             groups = Groups.of(func, args, kwargs)
             if groups is None:
                 return func(*args, **kwargs)

@@ -11,20 +11,12 @@ from torch import Tensor
 
 from kvdrift.controls.combine import ATTENTION_PRECISION, PRODUCT_PRECISION
 from kvdrift.controls.derived_weights import DerivedWeights
-from kvdrift.controls.matmul_float32 import PRODUCTS
-from kvdrift.controls.operators import by_operator
+from kvdrift.controls.operators import Use, by_operator, treated
 from kvdrift.controls.scope import Scope
 from kvdrift.controls.upcast import WideAttention, WideOperators
 from kvdrift.errors import InputError
 from kvdrift.models.model import Model
 from kvdrift.tracing.seam import seam
-
-SUMS = (
-    *("sum.default", "sum.dim_IntList", "mean.default", "mean.dim", "logsumexp", "cumsum"),
-    *("var.correction", "var_mean.correction", "std.correction", "std_mean.correction", "linalg_vector_norm"),
-    *("_softmax", "_safe_softmax", "_log_softmax", "native_layer_norm", "_fused_rms_norm"),
-)
-"""Operators that add many terms and are no products."""
 
 
 @dataclass(frozen=True)
@@ -72,4 +64,4 @@ class WideSums:
         return Scope(enter, weights.clear)
 
 
-_OPERATORS = by_operator({name: name.partition(".")[0] for name in (*PRODUCTS, *SUMS)})
+_OPERATORS = by_operator(dict(treated(Use.WIDE)))

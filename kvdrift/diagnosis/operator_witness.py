@@ -19,10 +19,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
-from kvdrift.controls.operators import GROUPED, Groups, by_operator
-from kvdrift.controls.row_tiles import handler_of as replaced_by_fixed_shape
+from kvdrift.controls.dispatch import OperatorMode, arrives_whole
+from kvdrift.controls.groups import Groups
+from kvdrift.controls.operators import GROUPED, Kind, Use, axes_of, by_kind, elementwise, name_of, row_wise
 from kvdrift.diagnosis.attention_witness import EXP_ULPS, accumulation_unit, smallest, unit
 
 COLUMNS = 1 << 22
@@ -69,7 +70,7 @@ class Excess:
         return f"{self.op} of {self.shapes}{place} is off by {self.ratio:.3g} times what rounding explains."
 
 
-class OperatorWitness(TorchDispatchMode):
+class OperatorWitness(OperatorMode):
     """Checks the operators that fixed shape replaces while native forward passes run; changes none of their bits.
 
     Each operator is checked at its first call in every combination of shapes, strides and dtypes; those in float64, and
@@ -117,11 +118,6 @@ class OperatorWitness(TorchDispatchMode):
         self._inside: list[str] = []
         self._hooks = ExitStack()
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Spare each of the many calls of `__torch_dispatch__` a wrapper that matters to torch.compile alone."""
-        return False
-
     @property
     def excesses(self) -> list[Excess]:
         """What exceeds its bound, worst first."""
@@ -147,34 +143,32 @@ class OperatorWitness(TorchDispatchMode):
     def _leaves(self, *_: Any) -> None:
         self._inside.pop()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if torch.is_inference_mode_enabled() and func._can_decompose():
-            with self:  # under inference mode composite operations arrive whole
-                return func.decompose(*args, **kwargs)
-        rule = _rule(func) if _has_floats(args) else None
+    def treat(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call and check what it returns, unless one like it was checked."""
+        if arrives_whole(op) or not _has_floats(args):
+            return NotImplemented
+        rule = _rule(op)
         if rule is None:
-            if replaced_by_fixed_shape(func) is not None and _has_floats(args):
-                self.unchecked.add(_name(func))
-            return func(*args, **kwargs)
-        signature = (func, *map(_signature, args), *map(_signature, kwargs.items()))
+            if row_wise(op):
+                self.unchecked.add(name_of(op))
+            return NotImplemented
+        signature = (op, *map(_signature, args), *map(_signature, kwargs.items()))
         if signature in self._seen:
-            return func(*args, **kwargs)
+            return NotImplemented
         self._seen.add(signature)
-        given = tuple(arg.clone() if isinstance(arg, Tensor) else arg for arg in args) if _mutable(func) else args
-        result = func(*args, **kwargs)
+        mutable = op._schema.is_mutable
+        given = tuple(arg.clone() if isinstance(arg, Tensor) else arg for arg in args) if mutable else args
+        result = op(*args, **kwargs)
         if not _has_floats(result if isinstance(result, (tuple, list)) else (result,)):
             return result  # counts, indices, truth values
         with _disable_current_modes(), torch.no_grad():
-            ratio = max((_ratio(*checked) for checked in rule(func, given, kwargs, result)), default=None)
+            ratio = max((_ratio(*checked) for checked in rule(op, given, kwargs, result)), default=None)
         if ratio is not None:
-            self._record(func, given, ratio)
+            self._record(op, given, ratio)
         return result
 
-    def _record(self, func: OpOverload, args: tuple[Any, ...], ratio: float) -> None:
-        name = _name(func)
+    def _record(self, op: OpOverload, args: tuple[Any, ...], ratio: float) -> None:
+        name = name_of(op)
         self.worst[name] = max(self.worst.get(name, 0.0), ratio)
         if ratio > 1:
             tensors = [arg for arg in args if isinstance(arg, Tensor)]
@@ -241,7 +235,7 @@ def _columns(a: Tensor, b: Tensor, bias: Tensor | None, alpha: float, beta: floa
 
 
 def _sum(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Iterator[Checked]:
-    x, n = args[0].double(), _terms(args[0], args[1])
+    x, n = args[0].double(), _terms(args[0], axes_of(op, args))
     given, named = _in_float64(args[1:]), _in_float64(kwargs)
     exact, magnitude = op(x, *given, **named), op(x.abs(), *given, **named)
     u = unit(result.dtype)
@@ -251,14 +245,15 @@ def _sum(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: 
 
 def _power(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Iterator[Checked]:
     """``prod`` and ``cumprod``: every factor is one more rounding, and may carry an underflow on."""
-    x, n, given, named = args[0].double(), _terms(args[0], args[1]), _in_float64(args[1:]), _in_float64(kwargs)
+    x, n = args[0].double(), _terms(args[0], axes_of(op, args))
+    given, named = _in_float64(args[1:]), _in_float64(kwargs)
     exact, carried = op(x, *given, **named), op(x.abs().clamp(min=1), *given, **named)
     yield result, exact, (n + ULPS) * (unit(result.dtype) * exact.abs() + smallest(result.dtype) * carried) + TINY
 
 
 def _length(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Iterator[Checked]:
     """Vector norms, whose squares may fall below float32's range."""
-    n = _terms(args[0], args[2]) if len(args) > 2 else args[0].numel()
+    n = _terms(args[0], axes_of(op, args))
     exact = op(args[0].double(), *_in_float64(args[1:]), **_in_float64(kwargs))
     yield result, exact, ((n + 8) * _W + unit(result.dtype)) * exact.abs() + n * math.sqrt(TINY)
 
@@ -267,7 +262,7 @@ def _variance(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], res
     """``var``, ``std`` and their pairs with the mean."""
     if len(args) < 2 or args[1] is None:
         return
-    n = _terms(args[0], args[1])
+    n = _terms(args[0], axes_of(op, args))
     results = (result,) if isinstance(result, Tensor) else result
     exact = op(args[0].double(), *args[1:], **kwargs)
     exacts = (exact,) if isinstance(exact, Tensor) else exact
@@ -298,7 +293,7 @@ def _softmax(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], resu
 
 
 def _log_sum(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Iterator[Checked]:
-    x, n = args[0].double(), _terms(args[0], args[1])
+    x, n = args[0].double(), _terms(args[0], axes_of(op, args))
     exact = op(x, *args[1:], **kwargs)
     largest = x.abs().where(x.isfinite(), 0.0).max()
     yield result, exact, _W * (n + EXP_ULPS + 4 * largest) + (n + 1) * unit(result.dtype) * exact.abs()
@@ -416,8 +411,9 @@ _FUNCTIONS: dict[str, Rule] = {
 }
 
 
-def _rules() -> dict[Any, Rule]:
-    named: dict[str, Rule] = {
+_RULES: dict[Any, Rule] = by_kind(
+    Use.WITNESS,
+    {
         **dict.fromkeys(("mm", "bmm", "mv"), _product),
         **dict.fromkeys(("addmm", "baddbmm", "addmv"), _biased_product),
         **dict.fromkeys(GROUPED, _grouped_product),
@@ -425,32 +421,21 @@ def _rules() -> dict[Any, Rule]:
         **dict.fromkeys(("prod.dim_int", "cumprod"), _power),
         **dict.fromkeys(("linalg_vector_norm", "norm.ScalarOpt_dim", "norm.ScalarOpt_dim_dtype"), _length),
         **dict.fromkeys(("var.correction", "std.correction", "var_mean.correction", "std_mean.correction"), _variance),
-        **dict.fromkeys(("_softmax", "_safe_softmax", "_log_softmax"), _softmax),
         **dict.fromkeys(("logsumexp", "logcumsumexp"), _log_sum),
         "native_layer_norm": _layer_norm,
         "_fused_rms_norm": _rms_norm,
-        **dict.fromkeys(("add.Tensor", "add_.Tensor", "sub.Tensor", "sub_.Tensor"), _scaled_addition),
-    }
-    return by_operator(named)
-
-
-_RULES = _rules()
+        Kind.SOFTMAX: _softmax,
+        Kind.SCALED: _scaled_addition,
+    },
+)
 
 
 @lru_cache(maxsize=4096)
 def _rule(op: Any) -> Rule | None:
     known = _RULES.get(op)
-    if known is not None or replaced_by_fixed_shape(op) is None:
+    if known is not None or not elementwise(op):
         return known
-    return _FUNCTIONS.get(_name(op).removesuffix("_"))
-
-
-def _mutable(op: OpOverload) -> bool:
-    return op._schema.is_mutable
-
-
-def _name(op: OpOverload) -> str:
-    return op._schema.name.partition("::")[2]
+    return _FUNCTIONS.get(name_of(op).removesuffix("_"))
 
 
 def _has_floats(args: Sequence[Any]) -> bool:
@@ -471,7 +456,7 @@ def _in_float64(given: Any) -> Any:
 
 def _terms(x: Tensor, axes: Any) -> int:
     """How many entries are reduced along ``axes``, all if there are none."""
-    if axes is None or axes == [] or not x.dim():
+    if axes is None or not x.dim():
         return x.numel()
     return math.prod(x.shape[axis] for axis in (axes if isinstance(axes, Sequence) else [axes]))
 

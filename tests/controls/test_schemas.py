@@ -11,7 +11,8 @@ import torch
 
 from kvdrift.controls import reroll, row_tiles, wide_sums
 from kvdrift.controls.derived_weights import DerivedWeights
-from kvdrift.controls.operators import GROUPED, Groups, arguments_of, by_operator
+from kvdrift.controls.groups import GROUPED_OPERATORS, Groups
+from kvdrift.controls.operators import arguments_of
 from kvdrift.controls.reroll import BoundReRoll, ReRoll
 from kvdrift.controls.row_tiles import RowTiles
 from kvdrift.controls.upcast import WideOperators
@@ -21,7 +22,6 @@ from kvdrift.diagnosis.operator_witness import OperatorWitness
 aten = torch.ops.aten
 ATTENTION = [op for op in reroll._HANDLERS if "attention" in op._schema.name]
 OTHERS = [op for op in reroll._HANDLERS if op not in ATTENTION]
-_GROUPED = set(by_operator(dict.fromkeys(GROUPED)))
 
 
 def name_of(op):
@@ -57,7 +57,7 @@ def examples(op, dtype=torch.float64):
     }
     if packet in two:
         yield two[packet], {}
-    elif op in _GROUPED:
+    elif op in GROUPED_OPERATORS:
         ends = torch.tensor([2, 2, 5], dtype=torch.int32)
         yield (x[0], rand(3, 24, 8, dtype=dtype), ends), {}
     elif packet == "native_layer_norm":

@@ -29,7 +29,7 @@ def test_the_dtype_that_an_operator_is_asked_for():
     x = torch.randn(3, 40, generator=torch.Generator().manual_seed(0)).bfloat16()
     names = ("mean.dim", "_softmax", "sum.dim_IntList")
     mode = WideOperators(
-        by_operator({name: name for name in names}),
+        by_operator(dict.fromkeys(names)),
         torch.float64,
         DerivedWeights(torch.nn.Linear(1, 1), torch.Tensor.double),
     )

@@ -31,9 +31,7 @@ class CacheOff(Path):
     controls
         Changes of arithmetic, for example ``ReRoll(0)``.
     call
-        The manner of calling the model: ``"explicit"`` (position ids, logits of the last position only: what every
-        verb does by default), ``"all-logits"`` (position ids alone), ``"default"`` (``model(ids)``, with the
-        positions that the model takes by itself) or ``"mask"`` (``model(ids, attention_mask=…)``).
+        The manner of calling the model, as for `kvdrift.paths.cache_on.CacheOn`.
     """
 
     model: Model | None = None
@@ -61,13 +59,7 @@ class CacheOff(Path):
 
 
 class CacheOffRun:
-    """A cache-OFF run under way; see `kvdrift.paths.path.Run`.
-
-    Attributes
-    ----------
-    stateless
-        It keeps nothing but tokens from one step to the next: what is written during a step ends with it.
-    """
+    """A cache-OFF run under way, which keeps nothing but tokens; see `kvdrift.paths.path.Run`."""
 
     stateless = True
 

@@ -20,11 +20,10 @@ from kvdrift.paths.entries import overwrite, stored
 from kvdrift.paths.execution import Execution
 from kvdrift.paths.filled import check_fits, emptied, holds_state, mark_used, refuse_used, stale
 from kvdrift.paths.forking import forked
-from kvdrift.paths.key_positions import told_or_matched
 from kvdrift.paths.loss import Declared, Dropped, as_losses
 from kvdrift.paths.path import Path, Step
 from kvdrift.paths.prefix import Prefix
-from kvdrift.paths.written import Written, keeps_all
+from kvdrift.paths.written import Written, keeps_all, told_or_matched
 from kvdrift.tracing.seam import Link
 from kvdrift.tracing.writer import Index, shifted
 
@@ -416,12 +415,9 @@ class CacheOnRun:
             self._execution = Execution(self.model, self.attn, controls, self.path.call, self.path.links)
 
     def _chunks(self) -> list[list[int]]:
-        tokens = [*self._padding(), *self._prompt[max(self._consumed, 0) :]]
+        padding = [getattr(self.model.hf.config, "pad_token_id", None) or 0] * self.left_padding
+        tokens = [*padding, *self._prompt[max(self._consumed, 0) :]]
         return chunks(tokens, self.path.prefill_chunk, self._first_pass)
-
-    def _padding(self) -> list[int]:
-        token = getattr(self.model.hf.config, "pad_token_id", None)
-        return [token or 0] * self.left_padding
 
     def key_positions(self, layer: int, n_keys: int) -> Sequence[int]:
         """Consecutive positions from the offset that the cache gave the mask before the latest pass.

@@ -16,20 +16,7 @@ PLAIN = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer)
 
 
 def stored(cache: Cache, layer: int, end: int, padding: int, begun: bool) -> range:
-    """Absolute positions of the entries that a cache holds in ``layer``, for the next pass to read.
-
-    Parameters
-    ----------
-    cache
-        The cache of a run.
-    layer
-        Which layer.
-    end
-        How many real tokens were consumed.
-    padding
-        Tokens of left padding before them.
-    begun
-        Whether the prompt was consumed.
+    """Absolute positions of the entries that a cache holds in ``layer``, after ``end`` real tokens behind ``padding``.
 
     Raises
     ------

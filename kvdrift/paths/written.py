@@ -123,6 +123,34 @@ class Written:
         return Written(self.start, entries, dict(self._end), dict(self._back), dict(self._slots))
 
 
+def told_or_matched(
+    cache: Cache, written: Written | None, layer: int, n_keys: int, consecutive: bool
+) -> Sequence[int] | str | None:
+    """Absolute positions of the keys that ``layer`` reads in the latest pass, where they are not simply consecutive.
+
+    A cache that evicts is asked, if it has a method ``positions(layer)``; otherwise they are looked for among the
+    entries ``written``, unless the keys are ``consecutive`` by the cache's own offset: nothing is missing then, or a
+    window slides.
+
+    Returns
+    -------
+    sequence of int, str or None
+        Positions as the cache tells them, or as they were matched; a sentence if they cannot be told; None if none are
+        missing.
+    """
+    tells = getattr(cache, "positions", None)
+    if callable(tells) and not keeps_all(cache):
+        told = list(tells(layer))
+        if told and not isinstance(told[0], int):
+            if any(list(head) != list(told[0]) for head in told):
+                return "the cache has evicted entries, other ones in each head"
+            told = list(told[0])
+        if len(told) != n_keys:
+            return f"the cache tells {len(told)} positions where {n_keys} keys are read"
+        return told
+    return None if written is None or consecutive else written.positions(layer, n_keys)
+
+
 def match(key: Tensor, value: Tensor, read_key: Tensor, read_value: Tensor) -> list[int] | None:
     """Which entry, of those written, each entry read is, bit for bit; each at most once.
 

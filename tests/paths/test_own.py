@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import kvdrift as kd
-from kvdrift.diagnosis.cases import default_cases, left_out
+from kvdrift.diagnosis.cases import Case, default_cases, left_out
+from kvdrift.diagnosis.float64 import in_float64
 from kvdrift.errors import InputError
 from kvdrift.paths.capabilities import (
     cache_of,
@@ -209,6 +210,14 @@ def test_the_same_path_on_another_model(path, tiny_model):
     assert other.label == whole.label
     assert not isinstance(path, Told) or other.beneath.told
     assert whole.with_model(model).settings() != whole.settings()
+
+
+def test_the_float64_witness_runs_a_copy_of_a_path_of_ones_own(tiny_model):
+    path, model = Plain(), tiny_model()
+    path.model = model
+    case, b = in_float64(Case("short", (1, 2), None, 1, check_path(path, "a")), kd.CacheOff())
+    assert (case.a.model.dtype, case.a.beneath.model.dtype, b.model) == (torch.float64, torch.float64, None)
+    assert path.model is model
 
 
 def test_a_path_that_cannot_be_put_on_another_model_says_what_to_add(tiny_model):

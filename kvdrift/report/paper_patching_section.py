@@ -16,7 +16,7 @@ from kvdrift.report.parts import Column, Group, Section, Table, Tile
 from kvdrift.report.patching_section import CURVE, RECOVERY
 from kvdrift.statistics.resampling import MIN_PROMPTS
 from kvdrift.views.parts.interventions import of_steps, size
-from kvdrift.words.numbers import number, signed, span
+from kvdrift.words.numbers import interval, number, signed
 
 LASTING = "KV, persistent"
 
@@ -75,9 +75,9 @@ def tiles(result: PaperPatching, table: pd.DataFrame) -> list[Tile]:
     ):
         row = rows.loc[(schedule, condition)]
         low, high = row["against_unpatched_low"], row["against_unpatched_high"]
-        interval = "no interval" if math.isnan(low) else f"95 % interval {span(low, high, signed)}"
+        ends = interval(low, high, signed, "95 % interval ")
         tone = "quiet" if not low > 0 else ""
-        made.append(Tile(label, signed(row["against_unpatched"]), f"recovery against no patch; {interval}", tone))
+        made.append(Tile(label, signed(row["against_unpatched"]), f"recovery against no patch; {ends}", tone))
     return made
 
 

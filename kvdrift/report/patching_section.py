@@ -22,7 +22,7 @@ from kvdrift.statistics.resampling import MIN_PROMPTS
 from kvdrift.summaries import patch
 from kvdrift.summaries import sweep as swept
 from kvdrift.views.parts.interventions import of_steps
-from kvdrift.words.numbers import count, number, signed, span
+from kvdrift.words.numbers import count, interval, number, signed, span
 
 MAX_CELLS = 1000
 
@@ -118,10 +118,10 @@ def tiles(result: Outcomes, cell: int | None) -> list[Tile]:
         return [first, Tile("recovery", "1 by construction", f"{name}: proves nothing", "warn")]
     found, bare = result.recovery(cell), result.recovery(cell, role="unpatched")
     label = "best recovery" if len(result.cells) > 1 else "recovery"
-    interval = "" if math.isnan(found.low) else f"; 95 % interval {span(found.low, found.high, signed)}"
+    ends = interval(found.low, found.high, signed, "; 95 % interval ", "")
     total = float(result.arrays["n_steps"].mean())
     followed = [mean_finite(result.followed(role, cell)) for role in ("patched", "unpatched")]
-    made = [first, Tile(label, signed(found.value), f"{name}{interval}")]
+    made = [first, Tile(label, signed(found.value), f"{name}{ends}")]
     if found.reference == "placebo":
         spread = found.spread
         detail = "one placebo" if math.isnan(spread[0]) else f"single placebos {span(*spread, signed)}"
@@ -249,5 +249,5 @@ def prompt_table(result: Outcomes, cell: int) -> Table:
 
 def _short(found: Recovery) -> str:
     """A recovery and its interval in a few characters."""
-    interval = "" if math.isnan(found.low) else f" ({span(found.low, found.high, signed)})"
-    return f"{signed(found.value)}{interval}"
+    ends = "" if math.isnan(found.low) else f" ({span(found.low, found.high, signed)})"
+    return f"{signed(found.value)}{ends}"

@@ -14,7 +14,7 @@ from kvdrift.evaluation.result import Evaluation
 from kvdrift.models.labels import model_name
 from kvdrift.words.json import json_safe
 from kvdrift.words.layout import bullets, columns
-from kvdrift.words.numbers import count, number, p_value, percent, points, span
+from kvdrift.words.numbers import count, interval, number, p_value, percent, points, span
 
 ALPHA = 0.05
 FEWEST_REPLICATES = 19
@@ -140,7 +140,7 @@ def _rate(evaluation: Evaluation, condition: Condition) -> str:
 def _direction(evaluation: Evaluation, condition: Condition) -> str:
     a, b = evaluation.a.label, evaluation.b.label
     difference = condition.difference
-    ends = "" if math.isnan(difference.low) else f", 95 % interval {span(difference.low, difference.high, points)}"
+    ends = interval(difference.low, difference.high, points, ", 95 % interval ", "")
     said = (
         f"{condition.strategy}: {a} is right in {in_percent(condition.accuracy_a.value)}, {b} in "
         f"{in_percent(condition.accuracy_b.value)} (difference {points(difference.value)} percentage points{ends}); "
@@ -190,7 +190,7 @@ def _gold(evaluation: Evaluation) -> list[str]:
     gold = evaluation.gold
     if gold is None:
         return []
-    ends = "" if math.isnan(gold.low) else f", 95 % interval {span(gold.low, gold.high)}"
+    ends = interval(gold.low, gold.high, lead=", 95 % interval ", unknown="")
     said = (
         f"the gold text is {number(abs(gold.value))} nats {'more' if gold.value >= 0 else 'less'} likely under "
         f"{evaluation.a.label} (mean over items{ends})"

@@ -38,16 +38,24 @@ def span(low: float, high: float, say: Callable[[float], str] = number, unknown:
     return unknown if math.isnan(low) or math.isnan(high) else f"{say(low)} to {say(high)}"
 
 
-def interval(low: float, high: float, say: Callable[[float], str] = number) -> str:
-    """A 95 % interval in words, or that there is none.
+def interval(
+    low: float,
+    high: float,
+    say: Callable[[float], str] = number,
+    lead: str = "95 % ",
+    unknown: str = "no interval",
+) -> str:
+    """A 95 % interval behind ``lead``, or ``unknown``, that there is none.
 
     Examples
     --------
     >>> interval(0.1, 0.25), interval(float("nan"), float("nan"))
     ('95 % 0.1 to 0.25', 'no interval')
+    >>> interval(0.1, 0.25, percent, lead=", 95 % interval ", unknown="")
+    ', 95 % interval 10 % to 25 %'
     """
     ends = span(low, high, say, unknown="")
-    return f"95 % {ends}" if ends else "no interval"
+    return f"{lead}{ends}" if ends else unknown
 
 
 def times(value: float) -> str:

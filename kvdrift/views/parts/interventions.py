@@ -13,7 +13,7 @@ from kvdrift.patching.recovery import Recovery
 from kvdrift.patching.schedule import Schedule
 from kvdrift.patching.spec import Cell
 from kvdrift.views.parts.theme import FLOOR_LINE, PATH_A, PATH_B, SERIES
-from kvdrift.words.numbers import count, percent, plural, signed, span
+from kvdrift.words.numbers import count, interval, percent, plural, signed
 
 PLACEBO_WORDS = "placebo: noise of equal norm"
 ARM_NAMES = {
@@ -122,5 +122,4 @@ def recovery_words(found: Recovery) -> str:
     """A recovery with its interval, as in ``0.62 (95 % interval 0.5 to 0.7)``."""
     if math.isnan(found.value):
         return signed(found.value)
-    ends = span(found.low, found.high, signed, unknown="")
-    return f"{signed(found.value)} ({f'95 % interval {ends}' if ends else 'no interval'})"
+    return f"{signed(found.value)} ({interval(found.low, found.high, signed, '95 % interval ')})"

@@ -111,6 +111,10 @@ class Backend(Protocol):
         """Run with another attention implementation for a while; `ModelError` or `InputError` where it cannot."""
         ...
 
+    def refuse_switching(self, name: str) -> None:
+        """Raise `InputError` for another attention implementation asked of a model that is loaded already."""
+        ...
+
     # --- what it says of itself
 
     @property

@@ -18,7 +18,7 @@ from kvdrift.backends.manner import MANNERS, Manner
 from kvdrift.backends.own_cache import own_cache, takes_dynamic_cache
 from kvdrift.backends.rotary import forget, remembering
 from kvdrift.backends.signature import CACHE_ARGUMENTS, beneath, execution_device, forward_parameters
-from kvdrift.errors import ModelError
+from kvdrift.errors import InputError, ModelError
 
 
 class HFBackend(Backend):
@@ -184,6 +184,19 @@ class HFBackend(Backend):
     def notes(self) -> tuple[str, ...]:
         """Sentences on what this backend computes otherwise than the model that it wraps: none."""
         return ()
+
+    def refuse_switching(self, name: str) -> None:
+        """Refuse: a user's copy stays as it is.
+
+        Raises
+        ------
+        InputError
+            Always.
+        """
+        raise InputError(
+            f"This model is loaded with attn={self.attn!r} and kvdrift does not switch your copy; call "
+            f"model.set_attn_implementation({name!r}) first, or compare CacheOn(attn={name!r}) paths."
+        )
 
     def refuse_rewriting(self, name: str) -> None:
         """Nothing is refused: all parts are transformers' own."""

@@ -85,6 +85,18 @@ class BridgeBackend(HFBackend):
             return super().call(arguments)
 
     @property
+    def name(self) -> str:
+        """The model's name, and that it runs in TransformerLens."""
+        given, own = getattr(self.bridge.cfg, "model_name", None), getattr(self.module.config, "name_or_path", None)
+        name = own or (given if given not in (None, "", "external") else self.module.config.model_type)
+        return f"{name} (TransformerLens)"
+
+    @property
+    def tokenizer(self) -> Any:
+        """The bridge's tokenizer, or None."""
+        return getattr(self.bridge, "tokenizer", None)
+
+    @property
     def driver(self) -> str:
         """What runs the model, with its version, and whether it is repaired."""
         return f"transformer-lens {metadata.version('transformer-lens')}{', repaired' if self.repairs else ''}"
@@ -104,11 +116,21 @@ class BridgeBackend(HFBackend):
             If another is asked for.
         """
         if name not in (None, self.attn):
-            raise InputError(
-                f"A TransformerLens bridge computes its own eager attention, so it cannot run attn={name!r}; load the "
-                "Hugging Face model itself a second time for that path."
-            )
+            self.refuse_switching(name)
         yield
+
+    def refuse_switching(self, name: str) -> None:
+        """Refuse: the bridge computes attention by itself.
+
+        Raises
+        ------
+        InputError
+            Always.
+        """
+        raise InputError(
+            f"A TransformerLens bridge computes its own eager attention, so it cannot run attn={name!r}; load the "
+            "Hugging Face model itself a second time for that path."
+        )
 
     def refuse_rewriting(self, name: str) -> None:
         """Refuse: the bridge's parts are its own.

@@ -1,4 +1,4 @@
-"""What is studied: loading, presets, architecture, prompts, tiny random models; nothing that watches a model run."""
+"""What is studied: loading, architecture, prompts, names of places, tiny models; nothing that watches a model run."""
 
 from kvdrift.models.architecture import Architecture
 from kvdrift.models.load import load

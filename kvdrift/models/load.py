@@ -14,9 +14,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as hf_logging
 
-from kvdrift.backends.bridge_attention import is_bridge, is_bridged
-from kvdrift.backends.nnsight import NNsightBackend, is_nnsight
-from kvdrift.backends.transformer_lens import backend_of
+from kvdrift.backends.kinds import wrapped
 from kvdrift.errors import InputError, ModelError
 from kvdrift.models.model import Model
 from kvdrift.models.presets import PRESETS, resolve, suggest
@@ -87,18 +85,12 @@ def load(
         )
     if isinstance(x, Model):
         return _unchanged(_again(x, tokenizer, repair), dtype, device, attn)
-    if is_nnsight(x):
-        backend = NNsightBackend(x)
+    if (backend := wrapped(x, repair)) is not None:
         own = backend.tokenizer if tokenizer is None else tokenizer
         model = _unchanged(Model(backend.module, own, backend.name, backend), dtype, device, attn)
-    elif is_bridge(x):
-        model = _from_bridge(x, repair, dtype, device, attn, tokenizer, quiet)
+        for note in () if quiet else backend.notes():
+            print(f"kvdrift: {note}", file=sys.stderr)
     elif isinstance(x, nn.Module):
-        if is_bridged(x):
-            raise ModelError(
-                "A TransformerLens bridge has rebuilt this model in place; give the bridge itself, or load the model a "
-                "second time."
-            )
         refuse_module(x)
         model = _unchanged(Model(x, tokenizer), dtype, device, attn)
     elif isinstance(x, (str, Path)):
@@ -133,35 +125,6 @@ def _again(model: Model, tokenizer: Any, repair: bool) -> Model:
     return other
 
 
-def _from_bridge(
-    bridge: Any,
-    repair: bool,
-    dtype: str | torch.dtype,
-    device: str | torch.device,
-    attn: str,
-    tokenizer: Any,
-    quiet: bool,
-) -> Model:
-    """A model driven through a TransformerLens bridge; what the bridge does otherwise is printed."""
-    backend = backend_of(bridge, repair)
-    if tokenizer is None:
-        tokenizer = getattr(bridge, "tokenizer", None)
-    model = Model(backend.module, tokenizer, f"{_name(bridge, backend.module)} (TransformerLens)", backend=backend)
-    if attn not in ("auto", model.attn):
-        with backend.attention(attn):  # which refuses
-            pass
-    if not quiet:
-        for note in backend.notes():
-            print(f"kvdrift: {note}", file=sys.stderr)
-    return _unchanged(model, dtype, device, "auto")
-
-
-def _name(bridge: Any, module: Any) -> str:
-    given = getattr(bridge.cfg, "model_name", None)
-    own = getattr(module.config, "name_or_path", None)
-    return own or (given if given not in (None, "", "external") else module.config.model_type)
-
-
 def _unchanged(model: Model, dtype: str | torch.dtype, device: str | torch.device, attn: str) -> Model:
     """Check that what is asked of a loaded model is what it is already."""
     if dtype != "auto" and _dtype(dtype) != model.dtype:
@@ -174,10 +137,7 @@ def _unchanged(model: Model, dtype: str | torch.dtype, device: str | torch.devic
             f"This model is on {model.device} and kvdrift does not move your copy; move it with .to({str(device)!r})."
         )
     if attn not in ("auto", model.attn):
-        raise InputError(
-            f"This model is loaded with attn={model.attn!r} and kvdrift does not switch your copy; call "
-            f"model.set_attn_implementation({attn!r}) first, or compare CacheOn(attn={attn!r}) paths."
-        )
+        model.backend.refuse_switching(attn)
     return model
 
 

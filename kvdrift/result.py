@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvdrift.errors import InputError
@@ -130,6 +131,32 @@ class Saved:
     def _from_tensors(cls, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) -> dict[str, Any]:
         """The fields of `in_tensors` again."""
         return {"arrays": {name: tensor.numpy() for name, tensor in tensors.items()}}
+
+
+class Steps:
+    """Base of results whose arrays go over prompts and over the steps from 0 on."""
+
+    arrays: dict[str, np.ndarray]
+
+    @property
+    def fed(self) -> NDArray[np.int64]:
+        """The token that all paths were fed after each step, ``[prompt, step]``; -1 beyond a prompt's last step."""
+        return self.arrays["fed"]
+
+    @property
+    def n_steps(self) -> NDArray[np.int64]:
+        """How many steps each prompt has, ``[prompt]``."""
+        return self.arrays["n_steps"]
+
+    @property
+    def steps(self) -> NDArray[np.int64]:
+        """Step numbers ``[step]``, from 0."""
+        return np.arange(self.fed.shape[1])
+
+    @property
+    def ran(self) -> NDArray[np.bool_]:
+        """Which steps each prompt has, ``[prompt, step]``."""
+        return self.steps < self.n_steps[:, None]
 
 
 def table_maker(what: str, makers: Mapping[str, Callable[[Any], Any]]) -> Callable[[Any], Any]:

@@ -14,7 +14,7 @@ from kvdrift.errors import InputError
 from kvdrift.ladder.rung import Rung
 from kvdrift.models.architecture import Architecture
 from kvdrift.models.labels import PathInfo, Prompt
-from kvdrift.result import Result, Saved, say
+from kvdrift.result import Result, Saved, Steps, say
 from kvdrift.statistics.means import Mean, mean, ratio
 from kvdrift.statistics.rates import upper_bound
 
@@ -23,7 +23,7 @@ METRICS = ("kl", "kl_float32_head", "logit_l2", "logit_max", "drift", "flip", "t
 
 
 @dataclass(frozen=True, repr=False)
-class Ladder(Saved, Result):
+class Ladder(Saved, Steps, Result):
     """Cache-ON against cache-OFF in one arithmetic after another, all on the base arm's tokens.
 
     Attributes
@@ -81,14 +81,9 @@ class Ladder(Saved, Result):
         return self.rungs[self._place(arm)]
 
     @property
-    def steps(self) -> NDArray[np.int64]:
-        """Step numbers ``[step]``, from 0."""
-        return np.arange(self.arrays["fed"].shape[1])
-
-    @property
     def counted(self) -> NDArray[np.bool_]:
         """Steps that count: those from 1 on that a prompt has, bool ``[prompt, step]``."""
-        return (self.steps >= 1) & (self.steps < self.arrays["n_steps"][:, None])
+        return self.ran & (self.steps >= 1)
 
     def values(self, arm: str, metric: str = "kl") -> NDArray[np.float64]:
         """One metric of one arm, ``[prompt, step]``.

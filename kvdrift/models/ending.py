@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -48,11 +48,31 @@ def tokens_written(fed: Sequence[int], stop: frozenset[int]) -> int | None:
     return len(fed) - 1 if len(fed) and fed[-1] in stop else None
 
 
-def ended(arrays: Mapping[str, np.ndarray], provenance: Mapping[str, Any]) -> list[int | None]:
-    """`tokens_written` of every prompt of a result, from its ``fed`` and ``n_steps`` and the tokens that ended a text
-    when it was made (results of older versions know none)."""
-    stop = frozenset(provenance.get("ends") or ())
-    return [tokens_written(row[:n].tolist(), stop) for row, n in zip(arrays["fed"], arrays["n_steps"], strict=True)]
+class Fed(Protocol):
+    """What a result says of the texts that its paths were fed."""
+
+    @property
+    def fed(self) -> np.ndarray:
+        """The token fed after each step, ``[prompt, step]``."""
+
+    @property
+    def n_steps(self) -> np.ndarray:
+        """How many steps each prompt has, ``[prompt]``."""
+
+    @property
+    def provenance(self) -> dict[str, Any]:
+        """Among others ``ends``, the tokens that end a text."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader should know."""
+
+
+def ended(result: Fed) -> list[int | None]:
+    """`tokens_written` of every prompt of a result, from the tokens that ended a text when it was made (results of
+    older versions know none)."""
+    stop = frozenset(result.provenance.get("ends") or ())
+    return [tokens_written(row[:n].tolist(), stop) for row, n in zip(result.fed, result.n_steps, strict=True)]
 
 
 def after(counts: Sequence[int]) -> str:
@@ -81,36 +101,33 @@ def way_on(notes: Sequence[str], follow: bool = True) -> str:
     return said[0].upper() + said[1:]
 
 
-def nothing_followed(
-    arrays: Mapping[str, np.ndarray],
-    provenance: Mapping[str, Any],
-    notes: Sequence[str],
-    what: str = "no step after step 0, the prefill, was measured",
-) -> str:
+def nothing_followed(result: Fed, what: str = "no step after step 0, the prefill, was measured") -> str:
     """Why a result has no step that counts, and the way on: the texts ended by themselves, or too few tokens were asked
     for.
 
     Parameters
     ----------
-    arrays, provenance, notes
-        Those of the result.
+    result
+        A result of any verb.
     what
         What is missing, as a clause.
 
     Examples
     --------
-    >>> arrays = {"fed": np.array([[2]]), "n_steps": np.array([1])}
-    >>> nothing_followed(arrays, {"ends": [2]}, ()).partition(".")[0]
+    >>> from types import SimpleNamespace
+    >>> result = SimpleNamespace(fed=np.array([[2]]), n_steps=np.array([1]), provenance={"ends": [2]}, notes=())
+    >>> nothing_followed(result).partition(".")[0]
     'The model ended its text after 0 tokens: no step after step 0, the prefill, was measured'
-    >>> nothing_followed(arrays, {}, ())
+    >>> result.provenance = {}
+    >>> nothing_followed(result)
     'No step after step 0, the prefill, was measured: ask for more new tokens.'
     """
-    counts = ended(arrays, provenance)
+    counts = ended(result)
     early = [count for count in counts if count is not None]
     if not early:
         return f"{what[0].upper()}{what[1:]}: ask for more new tokens."
     where = "" if len(early) == len(counts) else f" in {len(early)} of {len(counts)} prompts"
-    return f"The model ended its text {after(early)}{where}: {what}. {way_on(notes)}"
+    return f"The model ended its text {after(early)}{where}: {what}. {way_on(result.notes)}"
 
 
 def other_notes(notes: Sequence[str]) -> list[str]:

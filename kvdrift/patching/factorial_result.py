@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from kvdrift.errors import InputError
 from kvdrift.models.architecture import Architecture
 from kvdrift.models.labels import PathInfo, Prompt
-from kvdrift.result import Result, Saved
+from kvdrift.result import Result, Saved, Steps
 
 EDGES = {
     "y10-y00": "one-token kernel instead of recompute, on cache-OFF's K/V",
@@ -32,7 +32,7 @@ METRICS = ("logit_l2", "kl", "identical")
 
 
 @dataclass(frozen=True, repr=False)
-class Factorial(Saved, Result):
+class Factorial(Saved, Steps, Result):
     """KV state × kernel at every step: y00 = cache-OFF, y11 = cache-ON, y10 = the one-token decode kernel on
     cache-OFF's past K/V, y01 = a full recompute that reads cache-ON's K/V for the past.
 
@@ -63,14 +63,9 @@ class Factorial(Saved, Result):
     provenance: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def steps(self) -> NDArray[np.int64]:
-        """Step numbers ``[step]``, from 0."""
-        return np.arange(self.arrays["fed"].shape[1])
-
-    @property
     def counted(self) -> NDArray[np.bool_]:
         """Steps that count: those from 1 on that a prompt has, bool ``[prompt, step]``."""
-        return (self.steps >= 1) & (self.steps < self.arrays["n_steps"][:, None])
+        return self.ran & (self.steps >= 1)
 
     def values(self, pair: str, metric: str = "logit_l2") -> np.ndarray:
         """One distance, ``[prompt, step]``.
@@ -100,7 +95,7 @@ class Factorial(Saved, Result):
         rows = [
             {"prompt": prompt, "step": step, "pair": pair}
             | {metric: self.values(pair, metric)[prompt, step] for metric in METRICS}
-            for prompt, n in enumerate(self.arrays["n_steps"])
+            for prompt, n in enumerate(self.n_steps)
             for step in range(int(n))
             for pair in PAIRS
         ]

@@ -13,7 +13,7 @@ from kvdrift.models.architecture import Architecture
 from kvdrift.models.labels import PathInfo, Prompt
 from kvdrift.patching.recovery import Recovery, recovery
 from kvdrift.patching.spec import Cell
-from kvdrift.result import Result, Saved, makers_in, table_maker
+from kvdrift.result import Result, Saved, Steps, makers_in, table_maker
 from kvdrift.statistics.measured import mean_finite
 
 SHARED_ROLES = ("unpatched", "re-roll", "full patch")
@@ -33,7 +33,7 @@ class Arm:
 
 
 @dataclass(frozen=True, repr=False)
-class Outcomes(Saved, Result):
+class Outcomes(Saved, Steps, Result):
     """Recipients with and without patches, each compared with the donor at every step on the donor's tokens.
 
     Attributes
@@ -86,16 +86,6 @@ class Outcomes(Saved, Result):
     extra: dict[str, Any] = field(default_factory=dict)
 
     # --- what is in here
-
-    @property
-    def steps(self) -> NDArray[np.int64]:
-        """Step numbers ``[step]``, from 0."""
-        return np.arange(self.arrays["fed"].shape[1])
-
-    @property
-    def ran(self) -> NDArray[np.bool_]:
-        """Which steps each prompt has, ``[prompt, step]``."""
-        return self.steps < self.arrays["n_steps"][:, None]
 
     def counted(self, cell: int = 0, steps: str = "after") -> NDArray[np.bool_]:
         """The steps that an outcome counts, bool ``[prompt, step]``.
@@ -214,8 +204,8 @@ class Outcomes(Saved, Result):
         Array ``[seed, prompt]``; equal to ``n_steps`` where no token differs.
         """
         flips = self.values("flip", role, cell) == 1
-        own = (self.arrays["fed"] == self.arrays["donor_top1"]) | ~self.ran
-        first = np.where(flips.any(axis=2), flips.argmax(axis=2), self.arrays["n_steps"]).astype(float)
+        own = (self.fed == self.arrays["donor_top1"]) | ~self.ran
+        first = np.where(flips.any(axis=2), flips.argmax(axis=2), self.n_steps).astype(float)
         return np.where(own.all(axis=1), first, np.nan)
 
     def free_recovery(self, cell: int = 0, role: str = "patched", against: str | None = None) -> Recovery:
@@ -224,7 +214,7 @@ class Outcomes(Saved, Result):
         A lost token is one from the first difference on. NaN where the placebo loses none.
         """
         reference = against or self.reference(cell)
-        total = self.arrays["n_steps"]
+        total = self.n_steps
         lost, others = (total - self.followed(name, cell) for name in (role, reference))
         known = np.isfinite(lost).all(axis=0)[:, None]
         return recovery(lost[..., None], others[..., None], known, reference)

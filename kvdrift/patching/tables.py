@@ -55,7 +55,7 @@ def cells(outcomes: Outcomes, metric: str = "logit_l2", steps: str = "after") ->
 def steps(outcomes: Outcomes) -> pd.DataFrame:
     """One row per prompt, arm and step."""
     rows = []
-    for prompt, n in enumerate(outcomes.arrays["n_steps"]):
+    for prompt, n in enumerate(outcomes.n_steps):
         for place, arm in enumerate(outcomes.arms):
             cell = -1 if arm.cell is None else arm.cell
             label = "" if arm.cell is None else outcomes.cells[arm.cell].label

@@ -83,5 +83,5 @@ def pair_table(result: Factorial) -> Table:
 def prompt_table(result: Factorial) -> Table:
     """One row per prompt, with the distance of the whole path."""
     whole = result.per_prompt(WHOLE)
-    values = [[str(int(n)), number(float(whole[p]))] for p, n in enumerate(result.arrays["n_steps"])]
+    values = [[str(int(n)), number(float(whole[p]))] for p, n in enumerate(result.n_steps)]
     return parts.prompt_table(result.prompts, (Column("steps"), Column("logit L2, both")), values)

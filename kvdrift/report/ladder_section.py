@@ -117,7 +117,7 @@ def prompt_table(result: Ladder) -> Table:
     kl, first = result.per_prompt(result.base), result.first_flips(result.base)
     values = [
         [str(int(n)), number(float(kl[p])), "none" if first[p] is None else str(first[p])]
-        for p, n in enumerate(result.arrays["n_steps"])
+        for p, n in enumerate(result.n_steps)
     ]
     return parts.prompt_table(result.prompts, (Column("steps"), Column("KL, nats"), Column("first flip")), values)
 

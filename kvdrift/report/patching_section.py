@@ -107,7 +107,7 @@ def best_cell(sweep: Sweep) -> int | None:
 
 def tiles(result: Outcomes, cell: int | None) -> list[Tile]:
     """The five-second reading of one cell."""
-    n, steps = len(result.prompts), int(result.arrays["n_steps"].sum())
+    n, steps = len(result.prompts), int(result.n_steps.sum())
     first = Tile(
         "prompts", str(n), f"{steps:,} steps{f'; fewer than {MIN_PROMPTS}: no intervals' if n < MIN_PROMPTS else ''}"
     )
@@ -119,7 +119,7 @@ def tiles(result: Outcomes, cell: int | None) -> list[Tile]:
     found, bare = result.recovery(cell), result.recovery(cell, role="unpatched")
     label = "best recovery" if len(result.cells) > 1 else "recovery"
     ends = interval(found.low, found.high, signed, "; 95 % interval ", "")
-    total = float(result.arrays["n_steps"].mean())
+    total = float(result.n_steps.mean())
     followed = [mean_finite(result.followed(role, cell)) for role in ("patched", "unpatched")]
     made = [first, Tile(label, signed(found.value), f"{name}{ends}")]
     if found.reference == "placebo":
@@ -239,7 +239,7 @@ def prompt_table(result: Outcomes, cell: int) -> Table:
             signed(found.per_prompt[p]),
             *("not known" if math.isnan(x[p]) else f"{x[p]:.3g}" for x in followed.values()),
         ]
-        for p, n in enumerate(result.arrays["n_steps"])
+        for p, n in enumerate(result.n_steps)
     ]
     columns = (
         Column("steps"), Column(f"recovery, cell {cell}"), Column("followed, patched"), Column("followed, unpatched")

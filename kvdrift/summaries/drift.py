@@ -86,7 +86,7 @@ def reading(drift: Drift) -> list[str]:
 
 def _nothing(drift: Drift) -> list[str]:
     """Why no step counts; and what step 0 shows where the paths differ there (after a prefill in chunks they can)."""
-    said = [ending.nothing_followed(drift.arrays, drift.provenance, drift.notes)]
+    said = [ending.nothing_followed(drift)]
     first = drift.values("logits", "kl")[drift.measured] if drift.has("logits", "kl") else np.empty(0)
     if first.any():
         said.append(f"At step 0, the prefill, KL is {number(findings.largest(first))} nats at most. {_flips(drift)}")
@@ -98,7 +98,7 @@ def _some_ended(drift: Drift) -> str:
     empty = [not steps.any() for steps in drift.counted]
     if not any(empty):
         return ""
-    counts = [n for n, no_step in zip(ending.ended(drift.arrays, drift.provenance), empty, strict=True) if no_step]
+    counts = [n for n, no_step in zip(ending.ended(drift), empty, strict=True) if no_step]
     why = "there is no step after step 0"
     if early := [n for n in counts if n is not None]:
         why = f"the model ended its text {ending.after(early)}"

@@ -58,7 +58,7 @@ def _rows(result: Factorial) -> list[tuple[str, str, str, str]]:
 
 def _reading(result: Factorial) -> list[str]:
     if not result.counted.any():
-        return [nothing_followed(result.arrays, result.provenance, result.notes)]
+        return [nothing_followed(result)]
     whole = _mean(result, WHOLE)
     if whole == 0:
         return ["the two paths agree bit for bit at every step: there is nothing to explain"]
@@ -92,7 +92,7 @@ def as_dict(result: Factorial) -> dict[str, Any]:
             "model": result.on.model,
             "dtype": result.on.dtype,
             "prompts": len(result.prompts),
-            "steps": result.arrays["n_steps"],
+            "steps": result.n_steps,
             "pairs": {pair: {metric: _mean(result, pair, metric) for metric in METRICS} for pair in PAIRS},
             "notes": list(result.notes),
         },

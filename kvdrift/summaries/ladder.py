@@ -55,7 +55,7 @@ def as_dict(ladder: Ladder) -> dict[str, Any]:
             "model": ladder.model.model,
             "base": ladder.base,
             "prompts": len(ladder.prompts),
-            "steps": ladder.arrays["n_steps"],
+            "steps": ladder.n_steps,
             **{name: x.to_dict(orient="records") for name, x in tables.items()},
             "reading": reading(ladder),
             "notes": ladder.notes,
@@ -93,7 +93,7 @@ def cells(ladder: Ladder, rung: Rung) -> list[str]:
 def reading(ladder: Ladder) -> list[str]:
     """What the ladder says about rounding as the cause, prediction by prediction."""
     if not ladder.counted.any():
-        return [nothing_followed(ladder.arrays, ladder.provenance, ladder.notes)]
+        return [nothing_followed(ladder)]
     return [
         *_fixed_shape(ladder),
         *(sentence for pair in PAIRS for sentence in _pair(ladder, *pair)),

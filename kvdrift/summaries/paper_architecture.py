@@ -55,7 +55,7 @@ def _course(drift: Drift) -> str:
     name = f"{model_name(drift.a.model)} in {drift.a.dtype} ({grouping(drift.architecture)}, windows: "
     name += f"{windows(drift.architecture)})"
     if not drift.counted.any():
-        return f"{name}. {nothing_followed(drift.arrays, drift.provenance, drift.notes)}"
+        return f"{name}. {nothing_followed(drift)}"
     accumulated, local = course(drift, "drift"), course(drift, "local")
     share = _average(accumulated.first_share)
     if math.isnan(share):

@@ -17,7 +17,7 @@ def _sentence(drift: Drift) -> str:
     sliding = f"{row['sliding_layers']} of {row['layers']} layers sliding"
     name = f"{row['model']} in {row['dtype']} ({row['grouping']}, {sliding})"
     if not drift.counted.any():
-        return f"{name}. {nothing_followed(drift.arrays, drift.provenance, drift.notes)}"
+        return f"{name}. {nothing_followed(drift)}"
     share, quarter = row["first_layer_share"], row["first_quarter_share"]
     if share is None or quarter is None:
         return f"{name}: no drift at the last layer, so there is no profile"

@@ -40,7 +40,7 @@ def _reading(sweep: Sweep, keeps: bool) -> list[str]:
     """What one sweep says, whose recipient ``keeps`` something from step to step: it has a cache."""
     if not any(sweep.counted(cell).any() for cell in range(len(sweep.cells))):
         what = f"no step follows the first write at step {min(cell.first for cell in sweep.cells)}"
-        return [nothing_followed(sweep.arrays, sweep.provenance, sweep.notes, what)]
+        return [nothing_followed(sweep, what)]
     cells = {cell.label: place for place, cell in enumerate(sweep.cells)}
 
     def gain(label: str) -> Any:

@@ -34,7 +34,7 @@ DISTANCE, RESTORED, FLIPS = "mean distance to the donor (centred logit L2)", "re
 
 def headline(result: Outcomes) -> str:
     """Who is patched from whom, and over how much."""
-    n, steps = len(result.prompts), int(result.arrays["n_steps"].sum())
+    n, steps = len(result.prompts), int(result.n_steps.sum())
     return (
         f"{result.recipient.model} · {result.recipient.dtype} · {result.recipient.label} ← {result.donor.label} · "
         f"{n} {plural(n, 'prompt')}, {steps} {plural(steps, 'step')}"
@@ -158,7 +158,7 @@ def _reading_after(result: Outcomes, cell: int) -> list[str]:
 def nothing_after(result: Outcomes, first: int) -> str:
     """Why no step follows the first write."""
     what = f"no step follows the first write at step {first}"
-    return nothing_followed(result.arrays, result.provenance, result.notes, what)
+    return nothing_followed(result, what)
 
 
 def nothing_written(result: Outcomes, cell: int = 0) -> str:
@@ -210,7 +210,7 @@ def as_dict(result: PatchResult) -> dict[str, Any]:
             "dtype": result.recipient.dtype,
             "patch": [patch.to_dict() for patch in result.cells[0].patches],
             "prompts": len(result.prompts),
-            "steps": result.arrays["n_steps"],
+            "steps": result.n_steps,
             "recovery": recovery_dict(result.recovery()),
             "recovery_kl": recovery_dict(result.recovery(metric="kl")),
             "recovery_against_unpatched": recovery_dict(result.recovery(against="unpatched")),

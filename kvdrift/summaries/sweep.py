@@ -80,7 +80,7 @@ def as_dict(sweep: Sweep) -> dict[str, Any]:
             "model": sweep.recipient.model,
             "dtype": sweep.recipient.dtype,
             "prompts": len(sweep.prompts),
-            "steps": sweep.arrays["n_steps"],
+            "steps": sweep.n_steps,
             "over": list(sweep.over),
             "cells": rows,
             "notes": list(sweep.notes),

@@ -66,7 +66,7 @@ def factorial(factorial: Factorial, *, metric: str = "logit_l2", dark: bool = Fa
         raise InputError(f"factorial was given a {type(factorial).__name__}; it shows what kvdrift.factorial returns.")
     if metric not in METRICS:
         raise InputError(f"metric={metric!r}: choose {' or '.join(METRICS)}.")
-    ran = factorial.steps < factorial.arrays["n_steps"][:, None]
+    ran = factorial.ran
     curves = {}
     for pair in dict.fromkeys(pair for pairs in PANELS.values() for pair in pairs):
         values, same = factorial.values(pair, metric), factorial.values(pair, "identical")
@@ -87,7 +87,7 @@ def factorial(factorial: Factorial, *, metric: str = "logit_l2", dark: bool = Fa
             what = f"{words[pair]} ({pair})"
             traces = step_traces(curves[pair], axis, name=name, what=what, legend=column == 1, **look)
             fig.add_traces(traces, rows=1, cols=column)
-    last = max(int(factorial.arrays["n_steps"].max(initial=1)) - 1, 1)
+    last = max(int(factorial.n_steps.max(initial=1)) - 1, 1)
     fig.update_xaxes(title_text="step (each step predicts one new token)", range=[-0.6, last + 0.6],
                      **whole_numbers(last + 1))  # fmt: skip
     zero = zero_words(*(np.stack([factorial.values(pair, name) for pair in curves]) for name in (metric, "identical")))

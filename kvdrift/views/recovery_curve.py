@@ -85,7 +85,7 @@ def recovery_curve(result: Outcomes, cell: int = 0, *, metric: str = "logit_l2",
         traces = _traces(lines[c], axis, c == cell)
         fig.add_traces(traces)
         owner += [c] * len(traces)
-    last = max(int(result.arrays["n_steps"].max(initial=1)) - 1, 1)
+    last = max(int(result.n_steps.max(initial=1)) - 1, 1)
     fig.update_xaxes(
         title_text="step (each step predicts one new token; step 0 comes before any patch)", range=[-0.6, last + 0.6],
         **whole_numbers(last + 1),

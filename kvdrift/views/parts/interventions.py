@@ -80,7 +80,7 @@ def _full(path: PathInfo) -> str:
 
 def size(result: Any) -> str:
     """How many prompts and steps, as in ``3 prompts, up to 12 steps``."""
-    n, longest = len(result.prompts), int(result.arrays["n_steps"].max(initial=0))
+    n, longest = len(result.prompts), int(result.n_steps.max(initial=0))
     return f"{n} {plural(n, 'prompt')}, {'up to ' * (n > 1)}{longest} {plural(longest, 'step')}"
 
 

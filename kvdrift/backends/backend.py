@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -25,7 +25,8 @@ class Backend(Protocol):
     """Drives one decoder language model of transformers, and answers for whatever has been put around or into it.
 
     `kvdrift.backends.hf.HFBackend` drives the plain model; another backend extends it and says only what is otherwise.
-    Bits must equal those of the same model driven by transformers; where they cannot, `notes` says so.
+    What has a body here holds where all parts are transformers' own. Bits must equal those of the same model
+    driven by transformers; where they cannot, `notes` says so.
 
     Attributes
     ----------
@@ -129,11 +130,11 @@ class Backend(Protocol):
 
     def notes(self) -> tuple[str, ...]:
         """Sentences on what is computed otherwise than by the model in transformers."""
-        ...
+        return ()
 
     def refuse_rewriting(self, name: str) -> None:
         """Raise `ModelError` where parts of the model cannot be rewritten, as an architecture counterfactual does."""
-        ...
+        return None
 
     # --- its copies
 
@@ -143,36 +144,37 @@ class Backend(Protocol):
 
     def around_plain(self, module: Any) -> Backend:
         """The backend of another model of the same class, fresh from transformers."""
-        ...
+        return self.around(module)
 
     def as_it_is(self) -> Backend:
         """The backend that runs the model with nothing of kvdrift's."""
-        ...
+        return self
 
     # --- its module tree
 
-    def unwrapped(self) -> AbstractContextManager[Callable[[nn.Module], nn.Module]]:
+    @contextmanager
+    def unwrapped(self) -> Iterator[Callable[[nn.Module], nn.Module]]:
         """The model's tree as transformers built it; yields what stands in for each of its modules."""
-        ...
+        yield lambda module: module
 
     def plain_name(self, name: str) -> str:
         """The name that transformers has for a module or weight."""
-        ...
+        return name
 
     def hook_points(
         self, blocks: tuple[nn.Module, ...], final_norm: nn.Module | None
     ) -> dict[tuple[str, int], nn.Module]:
         """Site and layer → the module that the model itself offers for reading it."""
-        ...
+        return {}
 
     # --- attention beside transformers' table, told from a module alone
 
     @staticmethod
     def attention_of(module: nn.Module) -> AttentionFunction | None:
         """The attention that a module computes by itself, as a function of what its kernel reads; else None."""
-        ...
+        return None
 
     @staticmethod
     def rerouted(model: nn.Module, attend: Attend) -> AbstractContextManager[None]:
         """Hand every attention computation that does not go through the table to ``attend`` for a while."""
-        ...
+        return nullcontext()

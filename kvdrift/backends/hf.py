@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 
-from kvdrift.backends.backend import Attend, AttentionFunction, Backend
+from kvdrift.backends.backend import Backend
 from kvdrift.backends.manner import MANNERS, Manner
 from kvdrift.backends.own_cache import own_cache, takes_dynamic_cache
 from kvdrift.backends.rotary import forget, remembering
@@ -154,62 +154,16 @@ class HFBackend(Backend):
         """The attention implementation in use."""
         return str(self.module.config._attn_implementation)
 
-    @contextmanager
-    def unwrapped(self) -> Iterator[Callable[[nn.Module], nn.Module]]:
-        """The model's tree as transformers built it; yields what stands in for each of its modules: itself."""
-        yield lambda module: module
-
     def around(self, module: Any) -> HFBackend:
         """The backend of a copy of the model."""
         return HFBackend(module)
 
-    def around_plain(self, module: Any) -> HFBackend:
-        """The backend of another model of the same class, fresh from transformers."""
-        return self.around(module)
-
-    def as_it_is(self) -> HFBackend:
-        """The backend that runs the model with nothing of kvdrift's: this one."""
-        return self
-
-    def plain_name(self, name: str) -> str:
-        """The name that transformers has for a module or weight: its own."""
-        return name
-
-    def hook_points(
-        self, blocks: tuple[nn.Module, ...], final_norm: nn.Module | None
-    ) -> dict[tuple[str, int], nn.Module]:
-        """Modules that the model itself offers for reading a site in a layer: none."""
-        return {}
-
-    def notes(self) -> tuple[str, ...]:
-        """Sentences on what this backend computes otherwise than the model that it wraps: none."""
-        return ()
-
     def refuse_switching(self, name: str) -> None:
-        """Refuse: a user's copy stays as it is.
-
-        Raises
-        ------
-        InputError
-            Always.
-        """
+        """Refuse: a user's copy stays as it is."""
         raise InputError(
             f"This model is loaded with attn={self.attn!r} and kvdrift does not switch your copy; call "
             f"model.set_attn_implementation({name!r}) first, or compare CacheOn(attn={name!r}) paths."
         )
-
-    def refuse_rewriting(self, name: str) -> None:
-        """Nothing is refused: all parts are transformers' own."""
-
-    @staticmethod
-    def attention_of(module: nn.Module) -> AttentionFunction | None:
-        """None: a transformers model calls what the attention table holds."""
-        return None
-
-    @staticmethod
-    def rerouted(model: nn.Module, attend: Attend) -> AbstractContextManager[None]:
-        """Nothing goes beside the table."""
-        return nullcontext()
 
     @contextmanager
     def attention(self, name: str | None) -> Iterator[None]:

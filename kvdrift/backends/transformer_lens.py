@@ -108,38 +108,20 @@ class BridgeBackend(HFBackend):
 
     @contextmanager
     def attention(self, name: str | None) -> Iterator[None]:
-        """Nothing but the bridge's own eager attention.
-
-        Raises
-        ------
-        InputError
-            If another is asked for.
-        """
+        """Nothing but the bridge's own eager attention."""
         if name not in (None, self.attn):
             self.refuse_switching(name)
         yield
 
     def refuse_switching(self, name: str) -> None:
-        """Refuse: the bridge computes attention by itself.
-
-        Raises
-        ------
-        InputError
-            Always.
-        """
+        """Refuse: the bridge computes attention by itself."""
         raise InputError(
             f"A TransformerLens bridge computes its own eager attention, so it cannot run attn={name!r}; load the "
             "Hugging Face model itself a second time for that path."
         )
 
     def refuse_rewriting(self, name: str) -> None:
-        """Refuse: the bridge's parts are its own.
-
-        Raises
-        ------
-        ModelError
-            Always.
-        """
+        """Refuse: the bridge's parts are its own."""
         raise ModelError(
             f"{name} is a TransformerLens bridge, whose parts cannot be rewritten; give the Hugging Face model "
             "itself, loaded a second time."

@@ -23,7 +23,7 @@ from kvdrift.diagnosis.pinpoint import pinpoint
 from kvdrift.paths.cache_on import CacheOn
 from kvdrift.paths.capabilities import stateless
 from kvdrift.paths.path import Path, on_copy
-from kvdrift.paths.path_capabilities import cached, manner
+from kvdrift.paths.path_capabilities import has_cache, manner
 
 if TYPE_CHECKING:
     from kvdrift.models.model import Model
@@ -98,7 +98,7 @@ def float64_witness(copy: Model, case: Case, b: Path) -> Float64:
     if computed is not moment:
         return Float64(case, error, moment, where, None, rows_move=True)
     call = manner(case.a)
-    if not stateless(b) or call is None or cached(case.a) is None or case.a.model is not b.model:
+    if not stateless(b) or call is None or not has_cache(case.a) or case.a.model is not b.model:
         return Float64(case, error, moment, where, None)
     plain = CacheOn(attn=case.a.attn, call=call)
     return Float64(case, error, moment, where, _wrong(copy, plain, moment.tokens, logits_a, logits_b))

@@ -43,7 +43,7 @@ from kvdrift.errors import (
 from kvdrift.models.rope import rope_switch
 from kvdrift.paths.capabilities import cache_of
 from kvdrift.paths.path import Path
-from kvdrift.paths.path_capabilities import anew, begins_saved, cached, declared_loss, holds, own_cache
+from kvdrift.paths.path_capabilities import anew, begins_saved, declared_loss, has_cache, holds, own_cache
 
 if TYPE_CHECKING:
     from kvdrift.models.model import Model
@@ -193,7 +193,7 @@ class Gathering:
         """Look for a path whose attention gives its keys and values to no layer of the cache."""
         for path in (self.a, self.b):
             model = path.model or self.model
-            if cached(path) is None:
+            if not has_cache(path):
                 continue
             run = path.start(model, case.prompt)
             try:
@@ -317,7 +317,7 @@ class Gathering:
             if self._nonfinite(model, moment, x, y, fixed):
                 return
             self.evidence.count("arm")
-            rests = self.evidence.self_test and cached(case.a) is None  # computes its past anew
+            rests = self.evidence.self_test and not has_cache(case.a)  # computes its past anew
             if before is not None and not (self.evidence.not_covered or self.evidence.unlike or rests):
                 self._past(model, moment, *before, x)
             before = moment, x

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from kvdrift.backends.manner import check_manner
 from kvdrift.controls import Control
 from kvdrift.errors import InputError
 from kvdrift.models.load import load
+from kvdrift.models.model import Model
 from kvdrift.paths.execution import Execution
 from kvdrift.paths.path import Path, Step
 from kvdrift.tracing.seam import Link
-
-if TYPE_CHECKING:
-    from kvdrift.models.model import Model
 
 
 @dataclass(frozen=True)

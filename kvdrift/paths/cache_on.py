@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 from transformers import Cache
@@ -15,6 +15,7 @@ from kvdrift.backends.manner import check_manner
 from kvdrift.controls import Control
 from kvdrift.errors import InputError
 from kvdrift.models.load import load
+from kvdrift.models.model import Model
 from kvdrift.paths.chunks import chunk_lengths, chunks
 from kvdrift.paths.entries import overwrite, stored
 from kvdrift.paths.execution import Execution
@@ -26,9 +27,6 @@ from kvdrift.paths.prefix import Prefix
 from kvdrift.paths.written import Written, keeps_all, told_or_matched
 from kvdrift.tracing.seam import Link
 from kvdrift.tracing.writer import Index, shifted
-
-if TYPE_CHECKING:
-    from kvdrift.models.model import Model
 
 
 @dataclass(frozen=True)

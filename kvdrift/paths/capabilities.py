@@ -7,16 +7,14 @@ One of somebody else's has a capability if it has the members by name, methods c
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 from transformers import Cache
 
 from kvdrift.errors import InputError
+from kvdrift.paths.path import Run, Step
 from kvdrift.paths.written import Written
-
-if TYPE_CHECKING:
-    from kvdrift.paths.path import Run, Step
 
 
 class Wrapper:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakSet
 
 from torch import Tensor
@@ -13,11 +13,9 @@ from transformers import Cache, DynamicCache
 from kvdrift.backends.cache_state import length
 from kvdrift.errors import InputError, StaleCacheError
 from kvdrift.fingerprint import first_in_job
+from kvdrift.models.model import Model
 from kvdrift.paths.cache_values import packed, state
 from kvdrift.paths.entries import PLAIN
-
-if TYPE_CHECKING:
-    from kvdrift.models.model import Model
 
 _USED: WeakSet[object] = WeakSet()
 """Caches, and layers of caches, that a run has written to."""

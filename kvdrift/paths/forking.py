@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -13,10 +13,8 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvdrift.bits import same_bits
 from kvdrift.errors import InputError
-
-if TYPE_CHECKING:
-    from kvdrift.models.model import Model
-    from kvdrift.paths.path import Step
+from kvdrift.models.model import Model
+from kvdrift.paths.path import Step
 
 _GROWS: dict[type, Any] = {layer: layer.update for layer in (DynamicLayer, DynamicSlidingWindowLayer)}
 """Layers that grow by concatenation: they never write into their tensors, so that forks can share these."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from jaxtyping import Float
 from torch import Tensor
@@ -13,10 +13,8 @@ from torch import Tensor
 from kvdrift.controls import Control
 from kvdrift.errors import InputError
 from kvdrift.models.labels import PathInfo
+from kvdrift.models.model import Model
 from kvdrift.settings import attributes_of, settings_of
-
-if TYPE_CHECKING:
-    from kvdrift.models.model import Model
 
 
 @dataclass(frozen=True)

@@ -1,56 +1,20 @@
 """What paths can do beside starting a run, and what they say of it: each asked for by one function.
 
-As in `kvdrift.paths.capabilities`, a path of somebody else's may have any of it, by name.
+A path of somebody else's may have any of it, by the name of the method or attribute (see `kvdrift.paths.capabilities`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
 
 from transformers import Cache, QuantizedCache
 
 from kvdrift.backends.cache_state import refuse_full
-from kvdrift.paths.capabilities import left_padding, offered, told
+from kvdrift.models.model import Model
+from kvdrift.paths.capabilities import left_padding, told
 from kvdrift.paths.loss import Declared, Dropped, Rounded, as_losses
 from kvdrift.paths.own import check_path
 from kvdrift.paths.path import Path
-
-if TYPE_CHECKING:
-    from kvdrift.models.model import Model
-
-
-class Prefixed(Protocol):
-    """A path whose runs may begin with tokens in their cache."""
-
-    begins_filled: bool
-    begins_saved: bool
-
-    def holds(self, ids: Sequence[int] = ()) -> tuple[int, ...]:
-        """The tokens that the cache holds when a run over ``ids`` begins."""
-        ...
-
-    def anew(self, tokens: Sequence[int]) -> Any:
-        """The same path, whose runs compute these tokens in a pass of their own."""
-        ...
-
-
-class Cached(Protocol):
-    """A path with a cache of transformers, of its own where ``cache`` makes one, or else the model's."""
-
-    cache: Callable[[], Cache] | None
-
-    def new_cache(self, model: Model) -> Cache:
-        """The cache of a new run."""
-        ...
-
-
-class Drafting(Protocol):
-    """A path whose runs can consume several tokens in a pass, and take them back where it says so."""
-
-    def rewinds(self, model: Model) -> bool:
-        """Whether its runs on a model can take tokens back."""
-        ...
 
 
 def prefill_chunk(path: Path) -> int | Sequence[int] | None:
@@ -66,38 +30,34 @@ def manner(path: Path) -> str | None:
 
 def begins_filled(path: Path) -> bool:
     """Whether the path's runs begin with tokens in their cache."""
-    found: Prefixed | None = offered(path, Prefixed)
-    return found is not None and found.begins_filled
+    return bool(told(path, "begins_filled"))
 
 
 def begins_saved(path: Path) -> bool:
     """Whether these tokens come from a cache that was filled before, rather than being computed by each run."""
-    found: Prefixed | None = offered(path, Prefixed)
-    return found is not None and found.begins_saved
+    return bool(told(path, "begins_saved"))
 
 
 def holds(path: Path, ids: Sequence[int] = ()) -> tuple[int, ...]:
     """The tokens that a path's cache holds when a run over ``ids`` begins."""
-    found: Prefixed | None = offered(path, Prefixed)
-    return () if found is None else found.holds(ids)
+    own = told(path, "holds")
+    return own(ids) if callable(own) else ()
 
 
 def anew(path: Path, tokens: Sequence[int]) -> Path:
     """The path for another model or dtype: what its runs begin with, ``tokens``, is computed by each."""
-    found: Prefixed | None = offered(path, Prefixed)
-    return path if found is None or not tokens else check_path(found.anew(tokens), path.label)
+    own = told(path, "anew")
+    return check_path(own(tokens), path.label) if callable(own) and tokens else path
 
 
-def cached(path: Path) -> Cached | None:
-    """The path as one with a cache of transformers; None if it keeps its past otherwise, or none."""
-    found: Cached | None = offered(path, Cached)
-    return found
+def has_cache(path: Path) -> bool:
+    """Whether the path's runs fill a cache of transformers: it makes one by ``new_cache(model)``."""
+    return callable(told(path, "new_cache"))
 
 
 def own_cache(path: Path) -> Callable[[], Cache] | None:
     """What makes a cache of the path's own; None if it runs with the model's, or without one of transformers."""
-    found = cached(path)
-    return None if found is None else found.cache
+    return told(path, "cache") if has_cache(path) else None
 
 
 def check_room(path: Path, model: Model, n_tokens: int) -> None:
@@ -108,20 +68,18 @@ def check_room(path: Path, model: Model, n_tokens: int) -> None:
     InputError
         If the cache is too short, cannot be made, or offloads to the device on which the model is.
     """
-    found = cached(path)
-    if found is not None and found.cache is not None:
-        refuse_full(found.new_cache(path.model or model), n_tokens + left_padding(path))
+    if own_cache(path) is not None:
+        refuse_full(told(path, "new_cache")(path.model or model), n_tokens + left_padding(path))
 
 
 def drafts(path: Path) -> bool:
     """Whether the path's runs can consume several tokens in a pass after the prompt."""
-    return offered(path, Drafting) is not None
+    return callable(told(path, "rewinds"))
 
 
 def rewinds(path: Path, model: Model) -> bool:
     """Whether the path's runs on a model can also take tokens back."""
-    found: Drafting | None = offered(path, Drafting)
-    return found is not None and found.rewinds(model)
+    return drafts(path) and bool(told(path, "rewinds")(model))
 
 
 def declared_loss(path: Path) -> Declared | None:

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,12 +16,10 @@ from kvdrift.backends.cache_state import length
 from kvdrift.errors import FileError, InputError
 from kvdrift.files import load_tensors, save_tensors
 from kvdrift.models.load import load as load_model
+from kvdrift.models.model import Model
 from kvdrift.paths.cache_values import moved, packed, state, unpacked
 from kvdrift.paths.filled import check_fits, counts
 from kvdrift.settings import settings_of
-
-if TYPE_CHECKING:
-    from kvdrift.models.model import Model
 
 KIND = "prefix"
 

@@ -1,7 +1,10 @@
 """Invariants 3 and 4 on every tiny family, dtype and direction: own values change nothing, all values are the donor."""
 
+from itertools import product
+
 import pytest
 import torch
+from pairwise import params
 
 import kvdrift as kd
 from kvdrift.models.sites import BLOCK_SITES, GLOBAL_SITES, HEAD_SITES
@@ -14,22 +17,20 @@ from kvdrift.paths.sampling import greedy
 PROMPT = [5, 9, 100, 33, 7, 8, 250, 301, 12, 44]  # longer than the windows of 8
 STEPS = 3
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-CASES = [(family, dtype) for family in FAMILIES for dtype in DTYPES]
 DIRECTIONS = {"on from off": (kd.CacheOn(), kd.CacheOff()), "off from on": (kd.CacheOff(), kd.CacheOn())}
+CASES = list(product(FAMILIES, DTYPES, DIRECTIONS))
+PATHS = {"on": kd.CacheOn(), "off": kd.CacheOff(), "chunk": kd.CacheOn(prefill_chunk=3)}
 LAYERS_OF_FOUR = ("gemma3", "lfm2")  # whose kinds of layer do not all come among the first two
 WINDOW = "window(1, 2)"
 LAST, FIRST = as_cell(Patch("resid_post", layers=-1)), as_cell(Patch("resid_post", layers=0))
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{str(case[1]).removeprefix('torch.')}")
-def model(request, tiny_model):
-    family, dtype = request.param
-    return tiny_model(family, dtype, **({} if family in LAYERS_OF_FOUR else {"num_hidden_layers": 2}))
+@pytest.fixture(scope="session")
+def model_of(tiny_model):
+    def build(family, dtype):
+        return tiny_model(family, dtype, **({} if family in LAYERS_OF_FOUR else {"num_hidden_layers": 2}))
 
-
-@pytest.fixture(scope="module", params=DIRECTIONS)
-def direction(request):
-    return request.param
+    return build
 
 
 def given(model, sites):
@@ -79,24 +80,19 @@ def walked(model, recipient, donor, cells, *arms):
     }
 
 
-@pytest.fixture(scope="module")
-def found(model, direction):
-    recipient, donor = DIRECTIONS[direction]
-    own = cells_of(model, recipient)
+@pytest.mark.parametrize(("family", "dtype", "direction"), params(CASES))
+def test_own_values_change_no_bit_and_the_whole_residual_gives_the_donors_logits(
+    family, dtype, direction, model_of, hooks
+):
+    """The whole residual: at every layer and the final norm; on the CPU the last layer's output alone too."""
+    model, (recipient, donor) = model_of(family, dtype), DIRECTIONS[direction]
     arms = [Arm("full patch"), Arm("patched", 0), Arm("patched", 1), *(Arm("self-patch", 2 + n) for n in range(3))]
-    return walked(model, recipient, donor, [LAST, FIRST, *own], *arms)
-
-
-def test_writing_back_ones_own_values_changes_no_bit(model, found, hooks):
+    found = walked(model, recipient, donor, [LAST, FIRST, *cells_of(model, recipient)], *arms)
     assert not hooks(model.hf)
     for arm, rows in found.items():
         if arm.role == "self-patch":
             assert rows["unchanged"].tolist() == [1] * STEPS, f"cell {arm.cell - 2}"
             assert rows["moved"][1 if arm.cell < 4 or "q" in model.coverage.sites else 2] == 0, "nothing was written"
-
-
-def test_the_whole_residual_gives_the_donors_logits(model, found):
-    """At every layer and the final norm; on the CPU the last layer's output alone too."""
     for arm in (Arm("full patch"), Arm("patched", 0)):
         assert found[arm]["identical"].tolist() == [1] * STEPS, arm
         assert found[arm]["logit_l2"].tolist() == found[arm]["kl"].tolist() == [0] * STEPS
@@ -105,29 +101,20 @@ def test_the_whole_residual_gives_the_donors_logits(model, found):
         assert (found[Arm("patched", 1)]["logit_l2"][1:] > 0).any(), "and the first layer alone does not recover it"
 
 
-def donors_that_are_recipients(model, path):
+@pytest.mark.parametrize(("family", "dtype", "name"), params(list(product(FAMILIES, DTYPES, PATHS)), 1))
+def test_a_donor_that_is_the_recipient_changes_no_bit(family, dtype, name, model_of):
+    model, path = model_of(family, dtype), PATHS[name]
     cells = cells_of(model, path)
     for arm, rows in walked(model, path, path, cells, *(Arm("patched", n) for n in range(len(cells)))).items():
         assert rows["unchanged"].tolist() == rows["identical"].tolist() == [1] * STEPS, arm
         assert arm.role == "unpatched" or (rows["moved"] == 0).any(), "nothing was written"
 
 
-@pytest.mark.parametrize("path", [kd.CacheOn(), kd.CacheOff()], ids=["on", "off"])
-def test_a_donor_that_is_the_recipient_changes_no_bit(model, path):
-    if model.dtype == torch.float32:
-        donors_that_are_recipients(model, path)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("path", [kd.CacheOn(), kd.CacheOff(), kd.CacheOn(prefill_chunk=3)], ids=["on", "off", "chunk"])
-def test_a_donor_that_is_the_recipient_in_every_dtype(model, path):
-    donors_that_are_recipients(model, path)
-
-
-@pytest.mark.slow
-def test_ones_own_values_site_by_site(model, direction):
+@pytest.mark.parametrize(("family", "dtype", "direction"), CASES)
+def test_ones_own_values_site_by_site(family, dtype, direction, model_of):
     """Every site alone, in every way it can be written."""
-    recipient, donor = DIRECTIONS[direction]
+    model, (recipient, donor) = model_of(family, dtype), DIRECTIONS[direction]
     cells = []
     for site in given(model, (*GLOBAL_SITES, *BLOCK_SITES, *HEAD_SITES)):
         for positions in (None, "all", [2, 5, 9, 11]):

@@ -14,6 +14,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from pairwise import params
 
 import kvdrift as kd
 from kvdrift.controls.fixed_shape import FixedShape, not_covered
@@ -192,6 +193,9 @@ def neighbours(model):
     return [LAYER, min(layer for layer in model.coverage.layers("k") if layer > LAYER)]
 
 
+CASES = list(product(FOUND_IN, AMOUNT, PATHS, "kv", ("layer", "head", "position")))
+
+
 def kind_of_plant(kind, model, site, dtype):
     """A plant, and what to sweep over to find it."""
     plant = Plant(site, amount=AMOUNT[dtype])
@@ -206,20 +210,6 @@ def kind_of_plant(kind, model, site, dtype):
     return replace(plant, position=POSITION), {"over": ("layer", "position"), "layers": layers, "positions": positions}
 
 
-def cases():
-    """Family, recipient, site, kind and dtype: all of them; by default those that show each site, kind and direction
-    in every family in float32, and in two (one with windows) in bfloat16."""
-    found = []
-    for family, dtype, recipient in product(FOUND_IN, AMOUNT, PATHS):
-        for site, kind in product("kv", ("layer", "head", "position")):
-            usual = (site == "k") == ((kind == "head") == (recipient == "OFF"))
-            few = dtype == torch.float32 or (dtype == torch.bfloat16 and family in ("llama", "gemma3"))
-            name = f"{family}-{str(dtype).removeprefix('torch.')}-{recipient}-{site}-{kind}"
-            marks = () if usual and few else pytest.mark.slow
-            found.append(pytest.param(family, dtype, recipient, site, kind, id=name, marks=marks))
-    return found
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_left_out_have_a_reason(family, tiny_model):
     model = tiny_model(family)
@@ -229,7 +219,7 @@ def test_families_left_out_have_a_reason(family, tiny_model):
             kd.sweep(model, PROMPT, sites="k", max_new_tokens=3, progress=False)
 
 
-@pytest.mark.parametrize(("family", "dtype", "recipient", "site", "kind"), cases())
+@pytest.mark.parametrize(("family", "dtype", "recipient", "site", "kind"), params(CASES))
 def test_exactly_the_planted_cell_recovers(family, dtype, recipient, site, kind, twins):
     models = twins(family, dtype)
     plant, axes = kind_of_plant(kind, models[0], site, dtype)

@@ -10,21 +10,22 @@ import pytest
 Case = tuple[Hashable, ...]
 
 
-def together(case: Case, n: int) -> set[tuple[tuple[int, Hashable], ...]]:
-    """Every ``n`` values of a case, each with its place."""
-    return set(combinations(enumerate(case), n))
+def together(case: Case, n: int, alone: Sequence[int] = ()) -> set[tuple[tuple[int, Hashable], ...]]:
+    """Every ``n`` values of a case, each with its place; those at places ``alone`` by themselves."""
+    others = [(place, value) for place, value in enumerate(case) if place not in alone]
+    return {*combinations(others, n), *(((place, case[place]),) for place in alone)}
 
 
-def pairwise(cases: Sequence[Case], n: int = 2) -> list[Case]:
+def pairwise(cases: Sequence[Case], n: int = 2, alone: Sequence[int] = ()) -> list[Case]:
     """Few of the cases, in their order, in which any ``n`` values stand together that do so in one of all cases.
 
-    Greedy and without chance: the case with the most new pairs comes next, of equals the one whose values were used
-    least.
+    Values at places ``alone`` need to be there once only. Greedy and without chance: the case with the most new pairs
+    comes next, of equals the one whose values were used least.
 
     >>> pairwise([(x, y, z) for x in "ab" for y in "cd" for z in "ef"])
     [('a', 'c', 'e'), ('a', 'd', 'f'), ('b', 'c', 'f'), ('b', 'd', 'e')]
     """
-    sets = {case: together(case, n) for case in cases}
+    sets = {case: together(case, n, alone) for case in cases}
     left, chosen, used = set().union(*sets.values()), set(), Counter()
     while left:
         best = max(cases, key=lambda case: (len(sets[case] & left), -sum(used[value] for value in enumerate(case))))
@@ -34,9 +35,9 @@ def pairwise(cases: Sequence[Case], n: int = 2) -> list[Case]:
     return [case for case in cases if case in chosen]
 
 
-def params(cases: Sequence[Case], n: int = 2) -> list[Any]:
+def params(cases: Sequence[Case], n: int = 2, alone: Sequence[int] = ()) -> list[Any]:
     """All cases for ``pytest.mark.parametrize``: the `pairwise` ones are fast tests, the others are marked slow."""
-    fast = set(pairwise(cases, n))
+    fast = set(pairwise(cases, n, alone))
     return [
         pytest.param(*case, marks=() if case in fast else pytest.mark.slow, id="-".join(map(name_of, case)))
         for case in cases
@@ -45,4 +46,4 @@ def params(cases: Sequence[Case], n: int = 2) -> list[Any]:
 
 def name_of(value: Hashable) -> str:
     """How a value is called in the name of a test."""
-    return str(value).removeprefix("torch.")
+    return str(getattr(value, "label", getattr(value, "__name__", value))).removeprefix("torch.")

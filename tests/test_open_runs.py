@@ -66,7 +66,7 @@ def test_nothing_stays_open_whichever_pass_raises(verb, tiny_model, open_runs, m
     verb(model)
     assert not open_runs
     n_passes = calls[0]
-    for limit in range(2, n_passes + 1, max(1, n_passes // 12)):
+    for limit in range(2, n_passes + 1, max(1, n_passes // 5)):
         calls[0] = 0
         with pytest.raises(Broken):
             verb(model)

@@ -25,6 +25,12 @@ def test_what_stands_together_in_some_case_does_so_in_a_chosen_one(cases, n):
     assert len(chosen) <= {1: 7, 2: 23, 3: 53}[n]
 
 
+def test_values_that_need_to_be_there_once():
+    chosen = pairwise(ALL, alone=[0])
+    assert union([case[1:] for case in chosen], 2) == union([case[1:] for case in ALL], 2)
+    assert len(chosen) == len(AXES[0]) == len({case[0] for case in chosen})
+
+
 def test_of_equal_cases_the_values_used_least_come_first():
     chosen = pairwise(ALL, 1)
     assert Counter(case[1] for case in chosen) == {"float32": 3, "bfloat16": 2, "float16": 2}

@@ -2,8 +2,8 @@
 
 import doctest
 import importlib
-import pkgutil
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,14 +17,20 @@ from kvdrift.drift.profile import onset
 from kvdrift.errors import FileError, InputError, ModelError, NonFiniteError, SiteError
 
 PROMPT = [5, 9, 100, 33, 7, 8, 250, 301, 12, 44]
+ROOT = Path(kd.__file__).parent
 SHORT = {"max_new_tokens": 3, "floor": 0, "progress": False}
-MODULES = sorted(m.name for m in pkgutil.walk_packages(kd.__path__, "kvdrift.") if not m.name.endswith("__main__"))
+WITH_EXAMPLES = sorted(
+    ".".join(("kvdrift", *file.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
+    for file in ROOT.rglob("*.py")
+    if ">>>" in file.read_text(encoding="utf-8")
+)
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", WITH_EXAMPLES)
 def test_examples_in_docstrings(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert doctest.testmod(importlib.import_module(name)).failed == 0
+    failed, attempted = doctest.testmod(importlib.import_module(name))
+    assert attempted > failed == 0
     assert not list(tmp_path.iterdir()), "an example leaves a file behind"
 
 

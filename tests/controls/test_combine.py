@@ -134,6 +134,7 @@ def test_a_control_of_ones_own_goes_with_all_and_an_arm_takes_the_place_of_what_
 
 
 @pytest.mark.parametrize("control", [kd.SdpaBackend("math"), kd.WideSums(), kd.FixedShape(64), kd.AttentionFloat32()])
-def test_a_path_with_a_control_is_still_diagnosed(control, half):
+def test_a_path_with_a_control_is_still_diagnosed(control, tiny_model):
+    half = tiny_model("llama", torch.bfloat16, num_hidden_layers=1)
     paths = {"a": kd.CacheOn(controls=(control,)), "b": kd.CacheOff(controls=(control,))}
     assert kd.diagnose(half, PROMPT[:4], **paths, max_new_tokens=2, progress=False).kind in ("rounding", "exact")

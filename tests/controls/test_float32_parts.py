@@ -1,7 +1,10 @@
 """LayerCast, and float32 in one part of a 16-bit model: each against arithmetic written out by hand."""
 
+from itertools import product
+
 import pytest
 import torch
+from pairwise import params
 
 import kvdrift as kd
 from kvdrift.controls import cast_copy
@@ -23,9 +26,9 @@ def logits(hf, path, n=3):
     return torch.stack(out)
 
 
-@pytest.mark.parametrize("path", [kd.CacheOn, kd.CacheOff])
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "dtype", "path"), params(list(product(FAMILIES, HALVES, (kd.CacheOn, kd.CacheOff))), 1)
+)
 def test_layercast_is_float32_arithmetic_on_the_same_weights(family, dtype, path, same_bits):
     hf = tiny(family, dtype=dtype)
     expected = logits(cast_copy(hf, torch.float32), path())

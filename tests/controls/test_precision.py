@@ -1,10 +1,12 @@
 """Casting copies, and float64 as a clean reference."""
 
 import copy
+from itertools import product
 
 import accelerate
 import pytest
 import torch
+from pairwise import params
 from transformers import DynamicCache
 
 from kvdrift.controls import cast_copy, promote_float32
@@ -31,8 +33,9 @@ def logits(model):
     return model(PROMPT).logits
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "dtype"), params(list(product(FAMILIES, (torch.bfloat16, torch.float16, torch.float64))), 1)
+)
 def test_a_copy_is_what_from_pretrained_loads(family, dtype):
     """Bitwise the model that transformers makes of the same checkpoint in that dtype; the original is untouched."""
     model = tiny(family)
@@ -46,8 +49,7 @@ def test_a_copy_is_what_from_pretrained_loads(family, dtype):
     assert not {t.data_ptr() for t in before.values()} & {t.data_ptr() for t in result.parameters()}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "dtype"), params(list(product(FAMILIES, (torch.float32, torch.float64))), 1))
 def test_upward_is_exact_and_comes_back(family, dtype):
     model = tiny(family, dtype=torch.bfloat16)
     up = cast_copy(model, dtype)

@@ -3,9 +3,11 @@
 import copy
 import gc
 import weakref
+from itertools import product
 
 import pytest
 import torch
+from pairwise import params
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers import DynamicCache
 
@@ -33,7 +35,7 @@ def equal(a, b):
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize(("family", "attn"), CASES)
+@pytest.mark.parametrize(("family", "attn"), params(CASES, 1))
 def test_the_function_stays_the_same(family, attn):
     model = tiny(family, dtype=torch.float64, attn=attn)
     with promote_float32():
@@ -44,7 +46,7 @@ def test_the_function_stays_the_same(family, attn):
             assert 0 < distance(rerolled, plain) < 1e-12
 
 
-@pytest.mark.parametrize(("family", "attn"), CASES)
+@pytest.mark.parametrize(("family", "attn"), params(CASES, 1))
 def test_every_family_is_rerolled_in_float32(family, attn):
     model = tiny(family, attn=attn)
     plain = prefill_and_decode(model)
@@ -66,8 +68,7 @@ def test_every_family_is_rerolled_in_float32(family, attn):
         assert fused or counts.get("softmax", 0) > 0
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "dtype"), params(list(product(FAMILIES, (torch.bfloat16, torch.float16))), 1))
 def test_half_precision_moves_under_some_seed(family, dtype):
     model = tiny(family, dtype=dtype)
     plain = prefill_and_decode(model)
@@ -158,13 +159,15 @@ OPERATIONS = {
 }
 
 
-@pytest.mark.parametrize("no_grad", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_operations(name, no_grad):
+GRADIENTS = {"off": torch.no_grad, "inference": torch.inference_mode, "on": torch.enable_grad}
+
+
+@pytest.mark.parametrize(("name", "gradients"), params(list(product(OPERATIONS, GRADIENTS)), 1))
+def test_operations(name, gradients):
     """Every operation is reordered, and stays the same function, whatever the gradient mode."""
     torch.manual_seed(0)
     x, y = torch.randn(5, 33, dtype=torch.float64), torch.randn(6, 33, dtype=torch.float64)
-    with no_grad():
+    with GRADIENTS[gradients]():
         plain = OPERATIONS[name](x, y)
         with ReRoll(0).applied(torch.nn.Identity()) as bound:
             rerolled = OPERATIONS[name](x, y)

@@ -1,8 +1,11 @@
 """The self-test of fixed shape passes here, and fails where what it tests does not hold."""
 
+from itertools import product
+
 import pytest
 import torch
 import transformers
+from pairwise import params
 
 import kvdrift as kd
 from kvdrift.controls import row_tiles
@@ -13,8 +16,7 @@ from kvdrift.models.tiny import FAMILIES, tiny
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "dtype"), params(list(product(FAMILIES, DTYPES)), 1))
 def test_it_passes_on_every_family(family, dtype, tiny_model, hooks):
     model = tiny_model(family, dtype)
     failures = self_test(model)

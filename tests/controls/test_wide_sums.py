@@ -1,11 +1,15 @@
+from itertools import product
+
 import pytest
 import torch
+from pairwise import params
 
 import kvdrift as kd
 from kvdrift.errors import InputError
 from kvdrift.models.tiny import tiny
 from kvdrift.tracing.seam import Order, seam
 
+DRIFTING = ("llama-mha", "gemma3", "gpt2", "mixtral", "granite")
 IDS = [5, 9, 100, 33, 7, 8, 250, 301, 12, 44, 17, 61] * 2 + [99, 98, 97]
 
 
@@ -14,8 +18,9 @@ def drift(hf, controls):
     return kd.compare(hf, IDS, a=on, b=off, max_new_tokens=8, floor=0, local=False, progress=False)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("family", ["llama-mha", "gemma3", "gpt2", "mixtral", "granite"])
+@pytest.mark.parametrize(
+    ("family", "dtype"), params(list(product(DRIFTING, (torch.bfloat16, torch.float16, torch.float32))), 1)
+)
 def test_what_is_left_of_drift_when_sums_are_wide(family, dtype):
     """Storage rounds as before, so that the drift of the usual arithmetic is the work of accumulated sums."""
     hf = tiny(family, dtype=dtype)

@@ -20,7 +20,7 @@ LOOKUP = {"prompt_lookup_num_tokens": 4}
 
 
 def small(family="llama", **overrides):
-    return kd.models.tiny(family, **{"num_hidden_layers": 2} | overrides)
+    return kd.models.tiny(family, **{"num_hidden_layers": 1} | overrides)
 
 
 def examined(model, generate=True, a=None, lossy=None):

@@ -9,7 +9,7 @@ import kvdrift as kd
 from kvdrift.diagnosis.lanes import lane_cases, manners
 
 PROMPT = [5, 9, 100, 33, 7, 8, 250, 301, 12, 44, 17, 61]
-SMALL = {"vocab_size": 384, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+SMALL = {"vocab_size": 384, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
 SMALL |= {"intermediate_size": 64, "initializer_range": 0.2}
 
 
@@ -34,7 +34,7 @@ def test_a_model_with_other_default_positions_is_no_rounding(kind):
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "bloom", "mamba"])
 def test_a_clean_model_is_run_in_every_manner_that_it_knows(family):
-    model = kd.load(kd.models.tiny(family, num_hidden_layers=2), quiet=True)
+    model = kd.load(kd.models.tiny(family, num_hidden_layers=1), quiet=True)
     verdict = diagnose(model)
     told = next(reason for reason in verdict.reasons if reason.startswith("The model was also called as"))
     assert all(str(manner) in told for call, manner in manners(model).items() if call != "explicit")
@@ -59,7 +59,7 @@ def test_a_fault_of_one_manner_is_found_and_the_manner_named(fault, family, dtyp
 
 
 def test_a_head_that_is_wrong_for_one_row_is_placed_in_the_head():
-    model = kd.models.tiny("qwen2", num_hidden_layers=2)
+    model = kd.models.tiny("qwen2", num_hidden_layers=1)
     handle = model.lm_head.register_forward_hook(lambda _m, _a, out: out * 1.001 if out.shape[1] == 1 else out)
     verdict = diagnose(model)
     handle.remove()
@@ -69,7 +69,7 @@ def test_a_head_that_is_wrong_for_one_row_is_placed_in_the_head():
 
 
 def test_positions_that_are_all_moved_alike_are_the_same_function_of_a_rotary_model():
-    model = kd.models.tiny("llama", num_hidden_layers=2)
+    model = kd.models.tiny("llama", num_hidden_layers=1)
 
     def move(_module, args, kwargs):
         if kwargs.get("position_ids") is None:

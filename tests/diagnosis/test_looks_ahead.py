@@ -30,7 +30,7 @@ def paligemma():
 
 
 def diagnose(model):
-    return kd.diagnose(model, PROMPT, max_new_tokens=2, progress=False)
+    return kd.diagnose(model, PROMPT, max_new_tokens=2, generate=False, progress=False)
 
 
 @pytest.fixture

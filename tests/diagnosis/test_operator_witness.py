@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from pairwise import params
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
@@ -37,22 +38,20 @@ def logits(path, model, n_steps=2):
         run.close()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_clean_models_stay_inside_the_bounds_and_keep_every_bit(family, tiny_model, same_bits):
-    for attn in supported_attn(family):
-        for dtype in DTYPES:
-            model = tiny_model(family, dtype, attn)
-            witness = OperatorWitness(model.hf)
-            for path in (kd.CacheOn(), kd.CacheOff()):
-                if dtype == torch.float16 and path == kd.CacheOff():
-                    continue  # slow on CPUs
-                plain = logits(path, model)
-                with witness:
-                    assert same_bits(logits(path, model), plain)
-            assert witness.excesses == []
-            assert witness.unchecked == set()
-            assert {"mm", "addmm"} & set(witness.worst)
-            assert 0 < max(witness.worst.values()) <= 1
+PATHS = {"on": kd.CacheOn(), "off": kd.CacheOff()}
+CLEAN = [(f, dtype, attn, name) for f in FAMILIES for dtype in DTYPES for attn in supported_attn(f) for name in PATHS]
+
+
+@pytest.mark.parametrize(("family", "dtype", "attn", "name"), params(CLEAN))
+def test_clean_models_stay_inside_the_bounds_and_keep_every_bit(family, dtype, attn, name, tiny_model, same_bits):
+    model, path = tiny_model(family, dtype, attn), PATHS[name]
+    plain, witness = logits(path, model), OperatorWitness(model.hf)
+    with witness:
+        assert same_bits(logits(path, model), plain)
+    assert witness.excesses == []
+    assert witness.unchecked == set()
+    assert {"mm", "addmm"} & set(witness.worst)
+    assert 0 < max(witness.worst.values()) <= 1
 
 
 @dtypes

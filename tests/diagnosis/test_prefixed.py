@@ -54,13 +54,13 @@ WRONG = {
     "shifted by one": (lambda hf: kept(hf, TOKENS, start=1), 0),
     "one token": (one_other_token, 0),
     "the last layer": (last_layer_of_another_prompt, -1),
-    "of another model": (lambda hf: kept(tiny("llama", seed=1, dtype=hf.dtype), TOKENS), 0),
+    "of another model": (lambda hf: kept(tiny("llama", seed=1, dtype=hf.dtype, num_hidden_layers=3), TOKENS), 0),
 }
 
 
 @pytest.fixture(scope="module", params=["llama", "mistral", "mixtral"])
 def hf(request):
-    return tiny(request.param, dtype=torch.bfloat16)
+    return tiny(request.param, dtype=torch.bfloat16, num_hidden_layers=3)
 
 
 @torch.no_grad()
@@ -85,7 +85,7 @@ def test_a_wrong_prefix_is_found_in_its_layer(make, layer, hf):
 
 
 def test_a_saved_prefix_by_a_factory_is_rounding():
-    hf = tiny("llama", dtype=torch.bfloat16, num_hidden_layers=2)
+    hf = tiny("llama", dtype=torch.bfloat16, num_hidden_layers=1)
     with torch.no_grad():
         cache = one_by_one(hf)
     verdict = diagnose(hf, a=kd.CacheOn(cache=lambda: copy.deepcopy(cache)))
@@ -95,7 +95,7 @@ def test_a_saved_prefix_by_a_factory_is_rounding():
 
 
 def test_a_stale_one_by_a_factory_is_a_bug_with_advice():
-    hf = tiny("llama", dtype=torch.bfloat16, num_hidden_layers=2)
+    hf = tiny("llama", dtype=torch.bfloat16, num_hidden_layers=1)
     with torch.no_grad():
         cache = kept(hf, TOKENS, start=1)
     verdict = diagnose(hf, a=kd.CacheOn(cache=lambda: copy.deepcopy(cache)))
@@ -106,7 +106,7 @@ def test_a_stale_one_by_a_factory_is_a_bug_with_advice():
 
 
 def test_without_prompts_its_own_tokens_begin_every_case():
-    hf = tiny("gemma3", num_hidden_layers=2)
+    hf = tiny("gemma3", num_hidden_layers=1)
     verdict = kd.diagnose(hf, a=kd.CacheOn(prefix=kd.Prefix.make(hf, list(TOKENS))), progress=False)
     assert verdict.kind == "rounding"
     with torch.no_grad():

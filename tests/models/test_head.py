@@ -1,7 +1,10 @@
 """The float32 LM head."""
 
+from itertools import product
+
 import pytest
 import torch
+from pairwise import params
 
 import kvdrift as kd
 from kvdrift.models.head import Float32Head
@@ -17,8 +20,9 @@ def state_and_logits(model):
     return tap.values["final_norm"][0], tap.values["logits"][0][0]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "dtype"), params(list(product(FAMILIES, (torch.float32, torch.bfloat16, torch.float16))), 1)
+)
 def test_every_family_has_one_that_is_the_head_in_float64(family, dtype, tiny_model):
     model = tiny_model(family, dtype)
     if "final_norm" not in model.coverage.sites:

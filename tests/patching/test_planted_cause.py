@@ -219,7 +219,7 @@ def test_families_left_out_have_a_reason(family, tiny_model):
             kd.sweep(model, PROMPT, sites="k", max_new_tokens=3, progress=False)
 
 
-@pytest.mark.parametrize(("family", "dtype", "recipient", "site", "kind"), params(CASES))
+@pytest.mark.parametrize(("family", "dtype", "recipient", "site", "kind"), params(CASES, alone=[0]))
 def test_exactly_the_planted_cell_recovers(family, dtype, recipient, site, kind, twins):
     models = twins(family, dtype)
     plant, axes = kind_of_plant(kind, models[0], site, dtype)

@@ -1,7 +1,10 @@
 """Both paths, alone and untraced, give the logits of transformers' own `generate`: every bit, at every step."""
 
+from itertools import product
+
 import pytest
 import torch
+from pairwise import params
 
 import kvdrift as kd
 from kvdrift.evaluation.strategies import Greedy, Temperature, TopK, TopP
@@ -9,14 +12,15 @@ from kvdrift.models.tiny import FAMILIES, supported_attn
 
 PROMPT = torch.randint(384, (56,), generator=torch.Generator().manual_seed(1)).tolist()  # seven windows of 8
 STEPS = 12  # past position 64, where kernels change their blocks
-CASES = [
-    (family, dtype, attn)
-    for family in FAMILIES
-    for attn in supported_attn(family)
-    for dtype in (torch.float32, torch.bfloat16)
-]
 UNTIED = {"tie_word_embeddings": False}  # tied to random embeddings, a head repeats one token for ever
 PATHS = {"on": kd.CacheOn(), "off": kd.CacheOff()}
+CASES = [
+    (family, dtype, attn, name)
+    for family in FAMILIES
+    for dtype in (torch.float32, torch.bfloat16)
+    for attn in supported_attn(family)
+    for name in PATHS
+]
 STRATEGIES = {  # what generate calls them; its top_k is 50 unless told
     Temperature(): {"temperature": 1.0, "top_k": 0},
     Temperature(0.7): {"temperature": 0.7, "top_k": 0},
@@ -29,15 +33,6 @@ TEXT = (  # unfinished, so that no model ends it at once
     "A baker fills 14 trays with 12 rolls each. She sells 95 rolls before noon and 48 after it, and gives the rest "
     "to a school in equal bags of 5. To find how many bags that makes, she first"
 )
-
-
-def name_of(case):
-    return "-".join(str(part).removeprefix("torch.") for part in case)
-
-
-@pytest.fixture(scope="module", params=CASES, ids=name_of)
-def model(request, tiny_model):
-    return tiny_model(*request.param, **UNTIED)
 
 
 def generate(model, ids, steps, name, **options):
@@ -67,8 +62,9 @@ def equal_steps(mine, theirs, same_bits):
     return [same_bits(x.float(), y[0]) for x, y in zip(mine, theirs, strict=True)]
 
 
-@pytest.mark.parametrize("name", PATHS)
-def test_greedy(model, name, same_bits):
+@pytest.mark.parametrize(("family", "dtype", "attn", "name"), params(CASES))
+def test_greedy(family, dtype, attn, name, tiny_model, same_bits):
+    model = tiny_model(family, dtype, attn, **UNTIED)
     theirs = generate(model, PROMPT, STEPS, name, do_sample=False)
     logits, tokens = walk(model, PROMPT, PATHS[name], STEPS, Greedy().sampler(0, ""))
     assert equal_steps(logits, theirs.logits, same_bits) == [True] * STEPS
@@ -90,9 +86,9 @@ def sampled_as_generate(model, ids, steps, name, strategy, same_bits):
     return theirs.scores
 
 
-@pytest.mark.parametrize("name", PATHS)
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.label)
-@pytest.mark.parametrize("family", ["llama", "gemma2", "mamba"])
+@pytest.mark.parametrize(
+    ("family", "strategy", "name"), params(list(product(["llama", "gemma2", "mamba"], STRATEGIES, PATHS)))
+)
 def test_sampling(family, strategy, name, tiny_model, same_bits):
     scores = sampled_as_generate(tiny_model(family, torch.bfloat16, **UNTIED), PROMPT, 3, name, strategy, same_bits)
     ruled_out = [int(row.isneginf().sum()) for row in scores]

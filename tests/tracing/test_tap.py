@@ -1,7 +1,10 @@
 """Taps against what the model itself says it computed."""
 
+from itertools import product
+
 import pytest
 import torch
+from pairwise import params
 from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
@@ -36,8 +39,7 @@ def test_residual_sites_equal_the_models_hidden_states(family, tiny_model):
         )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "dtype"), params(list(product(FAMILIES, (torch.float32, torch.bfloat16))), 1))
 def test_the_added_terms_add_up_bitwise(family, dtype, tiny_model):
     coverage = tiny_model(family, dtype).coverage
     with kd.tap(tiny_model(family, dtype), coverage.sites, positions="all") as taps:

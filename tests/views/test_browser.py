@@ -3,10 +3,12 @@
 import json
 import shutil
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import plotly.graph_objects as go
 import pytest
+from pairwise import params
 from plotly.offline import get_plotlyjs
 
 from kvdrift import views
@@ -102,8 +104,7 @@ def hover_text(page, x: float, y: float) -> str:
     )
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "dark"), params(list(product(NAMES, (False, True))), 1))
 def test_view_is_drawn(browser, drift, name, dark):
     fig = getattr(views, name)(drift, dark=dark)
     draw(browser, fig)
@@ -118,7 +119,6 @@ def test_view_is_drawn(browser, drift, name, dark):
     assert browser.execute_script(f"return {marks}") > 0
 
 
-@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     "options",
     [
@@ -128,9 +128,11 @@ def test_view_is_drawn(browser, drift, name, dark):
     ],
     ids=["one step", "bit-identical", "one layer"],
 )
-def test_small_and_empty_drifts_are_drawn(browser, make_drift, name, options):
-    draw(browser, getattr(views, name)(make_drift(**options)))
-    assert errors(browser) == []
+def test_small_and_empty_drifts_are_drawn(browser, make_drift, options):
+    drift = make_drift(**options)
+    for name in NAMES:
+        draw(browser, getattr(views, name)(drift))
+        assert errors(browser) == [], name
 
 
 def test_families_are_drawn(browser, drift, make_drift):
@@ -217,6 +219,9 @@ def test_a_page_can_switch_between_light_and_dark(browser, drift):
     assert errors(browser) == []
 
 
+OF_PATCHING = ("recovery", "recovery points", "recovery_curve", "factorial", "trajectories")
+
+
 def of_patching(made, name, dark=False):
     """One figure of patching, with dropdowns where the view has them."""
     if name == "factorial":
@@ -233,8 +238,7 @@ def of_patching(made, name, dark=False):
     return views.recovery(made.sweep(cells, remains), dark=dark)
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("name", ["recovery", "recovery points", "recovery_curve", "factorial", "trajectories"])
+@pytest.mark.parametrize(("name", "dark"), params(list(product(OF_PATCHING, (False, True))), 1))
 def test_view_of_patching_is_drawn(browser, made, name, dark):
     fig = of_patching(made, name, dark)
     draw(browser, fig)
@@ -266,8 +270,9 @@ def test_hover_over_a_recovery_cell(browser, made):
     assert "proves nothing" in text
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("name", ["accuracy", "agreement", "answers"])
+@pytest.mark.parametrize(
+    ("name", "dark"), params(list(product(("accuracy", "agreement", "answers"), (False, True))), 1)
+)
 def test_view_of_an_evaluation_is_drawn(browser, made_evaluation, name, dark):
     for options in ({}, {"answers": False, "gold": False}, {"parting": 0.0, "replicates": 0}):
         fig = getattr(views, name)(made_evaluation.evaluation(n_items=6, **options), dark=dark)
@@ -345,8 +350,7 @@ def any_view(name, long_drift, make_drift, made, made_ladder, made_evaluation):
     return of_patching(made, name)
 
 
-@pytest.mark.parametrize("width", [700, 1000])
-@pytest.mark.parametrize("name", VIEWS)
+@pytest.mark.parametrize(("name", "width"), params(list(product(VIEWS, (700, 1000))), 1))
 def test_nothing_lies_over_anything_else(browser, name, width, long_drift, make_drift, made, made_ladder,
                                          made_evaluation):  # fmt: skip
     fig = any_view(name, long_drift, make_drift, made, made_ladder, made_evaluation)

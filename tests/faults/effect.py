@@ -19,7 +19,7 @@ LONG, OTHER = list(range(7, 28)), list(range(60, 39, -1))
 
 
 def changes_float64(fault: Fault, hf: Any) -> bool:
-    """Whether ``fault`` moves the logits of a float64 copy of ``hf`` by more than rounding; most do in plain decoding."""
+    """Whether ``fault`` moves the logits of a float64 copy of ``hf`` by more than rounding, most by plain decoding."""
     return any(max(effect(fault, hf, names).values()) > THRESHOLD for names in (["cache-ON"], None))
 
 

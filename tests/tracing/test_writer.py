@@ -4,6 +4,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch
+from pairwise import params
 
 import kvdrift as kd
 from kvdrift.models.sites import BLOCK_SITES, GLOBAL_SITES, HEAD_SITES
@@ -65,10 +66,10 @@ def whole(site, layer, value):
     return Block(site, layer, slice(None), range(len(MINE) - value.shape[-2], len(MINE)), value)
 
 
-CASES = [(family, dtype) for family in FAMILIES for dtype in (torch.float32, torch.bfloat16)]
+CASES = params([(family, dtype) for family in FAMILIES for dtype in (torch.float32, torch.bfloat16)], 1)
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{str(case[1]).removeprefix('torch.')}")
+@pytest.fixture(scope="module", params=[pytest.param(case.values, marks=case.marks, id=case.id) for case in CASES])
 def model(request, tiny_model):
     return tiny_model(*request.param)
 

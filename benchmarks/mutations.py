@@ -9,6 +9,7 @@ not noticed, or if the tests named do not pass without it. Not part of CI: run i
 from __future__ import annotations
 
 import argparse
+import importlib
 import multiprocessing
 import os
 import shutil
@@ -21,7 +22,7 @@ from io import StringIO
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-COPIED = ("kvdrift", "tests", "pyproject.toml")
+FOLDERS = ("kvdrift", "tests")
 FAILED, PASSED = 1, 0
 
 
@@ -37,7 +38,7 @@ class Mutation:
 
 
 METRICS = ("tests/drift/test_metrics.py",)
-RECOVERY = ("tests/patching/test_recovery.py",)
+RECOVERY = ("tests/patching/test_recovery.py", "tests/summaries/test_patch.py")
 SEAM = ("tests/tracing/test_seam.py",)
 ATTENTION = ("tests/diagnosis/test_attention_witness.py",)
 OPERATORS = ("tests/diagnosis/test_operator_witness.py",)
@@ -247,9 +248,9 @@ def main() -> int:
     chosen = [mutation for mutation in MUTATIONS if only in f"{mutation.file} {mutation.says}".lower()]
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
-        for name in COPIED:
-            source = ROOT / name
-            shutil.copytree(source, copy / name) if source.is_dir() else shutil.copy(source, copy)
+        for name in FOLDERS:
+            shutil.copytree(ROOT / name, copy / name)
+        shutil.copy(ROOT / "pyproject.toml", copy)
         tests = sorted({test for mutation in chosen for test in mutation.tests})
         if run(copy, tests) != PASSED:
             print(f"Without a mutation these do not pass: {' '.join(tests)}")
@@ -297,8 +298,13 @@ def _run(copy: Path, tests: tuple[str, ...] | list[str], queue: multiprocessing.
 CONTEXT = multiprocessing.get_context("fork")
 if __name__ == "__main__":
     sys.dont_write_bytecode = True
-    import torch
-    import transformers.modeling_utils  # noqa: F401  (imported once for all)
-
-    torch.set_num_threads(1)
+    for name in (
+        "torch",
+        "transformers.models.llama.modeling_llama",
+        "pandas",
+        "scipy.stats",
+        "plotly.io",
+        "hypothesis",
+    ):
+        importlib.import_module(name)  # once for all
     raise SystemExit(main())

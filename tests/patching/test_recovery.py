@@ -101,6 +101,14 @@ def test_exact_recovery_is_certain_and_four_prompts_are_not_enough_for_an_interv
     assert few.standard_error == 0
 
 
+def test_a_placebo_that_is_nearly_always_at_the_donor_leaves_the_interval_open_below():
+    references = np.array([0.0, 0.0, 0.0, 0.0, 4.0]).reshape(1, 5, 1)
+    found = recovery(np.ones((5, 1)), references, np.ones((5, 1), bool))
+    assert found.value == -0.25
+    assert found.low == -math.inf
+    assert found.low < found.value <= found.high
+
+
 def test_nothing_to_recover_is_nan():
     patched, references, counted = example()
     found = recovery(patched, 0 * references, counted)

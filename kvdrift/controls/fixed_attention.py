@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +13,9 @@ from transformers import Cache
 from kvdrift.backends.cache_state import length
 from kvdrift.controls.row_tiles import RowTiles
 from kvdrift.errors import InputError, ModelError
+from kvdrift.models.model import Model
 from kvdrift.tracing.seam import AttentionCall, Order, Output, eager_function
 from kvdrift.tracing.tap import n_tokens
-
-if TYPE_CHECKING:
-    from kvdrift.models.model import Model
 
 
 class FixedAttention:

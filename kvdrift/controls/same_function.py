@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,9 +11,6 @@ from kvdrift.controls.float64_copy import float64_copy, lack_of_room
 from kvdrift.controls.precision import promote_float32
 from kvdrift.errors import ModelError
 from kvdrift.models.model import Model
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 TOLERANCE = 1e-10
 """Largest difference of the logits over the largest logit: rounding in float64 stays below 1e-12."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -13,13 +13,10 @@ from kvdrift.diagnosis.evidence import Evidence, Excuse, Finding
 from kvdrift.diagnosis.locate import cache_update, place
 from kvdrift.diagnosis.lockstep import Moment
 from kvdrift.diagnosis.observe import Call, Snapshot
+from kvdrift.models.model import Model
 from kvdrift.paths.loss import Declared, said
 from kvdrift.paths.path import Path
 from kvdrift.paths.path_capabilities import declared_loss
-
-if TYPE_CHECKING:
-    from kvdrift.models.model import Model
-
 
 COSTLY = 1 << 16
 """Calls over more pairs of query and key are examined in one layer of a kind; smaller ones in every layer."""

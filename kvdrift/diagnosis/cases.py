@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from kvdrift.models.model import Model
 from kvdrift.models.rope import changes_after, extends, rope_switch
 from kvdrift.paths.capabilities import left_padding, stateless
 from kvdrift.paths.path import Path
 from kvdrift.paths.path_capabilities import begins_filled, drafts, manner, prefill_chunk, rewinds
-
-if TYPE_CHECKING:
-    from kvdrift.models.model import Model
 
 CHUNKED, PADDED, CROPPED = "at a chunk boundary", "with left padding", "after a crop"
 SEVERAL, DRAFTED = "in a pass of several tokens", "after a crop of drafted tokens"

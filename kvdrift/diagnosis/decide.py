@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 
@@ -12,11 +12,9 @@ from kvdrift.diagnosis.evidence import Evidence, Finding
 from kvdrift.diagnosis.locate import PAST, Where
 from kvdrift.diagnosis.signature import signature
 from kvdrift.diagnosis.verdict import Verdict, VerdictKind
+from kvdrift.models.model import Model
 from kvdrift.paths.path import Path
 from kvdrift.words.numbers import plural
-
-if TYPE_CHECKING:
-    from kvdrift.models.model import Model
 
 SHOWN = 3
 """At most so many sentences are told of the findings of one check; the rest is counted."""

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from kvdrift.diagnosis.cases import Case
 from kvdrift.diagnosis.evidence import Excuse
 from kvdrift.diagnosis.lockstep import Moment
+from kvdrift.models.model import Model
 from kvdrift.paths.loss import Declared, said
 from kvdrift.paths.path_capabilities import begins_filled, own_cache
-
-if TYPE_CHECKING:
-    from kvdrift.models.model import Model
 
 
 def without_loss(cases: Sequence[Case], lossy: Declared | None) -> list[Case]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,13 +20,11 @@ from kvdrift.diagnosis.locate import Equal, Where, first_difference, in_order, p
 from kvdrift.diagnosis.lockstep import Moment, lockstep
 from kvdrift.diagnosis.observe import Key, Snapshot
 from kvdrift.diagnosis.pinpoint import pinpoint
+from kvdrift.models.model import Model
 from kvdrift.paths.cache_on import CacheOn
 from kvdrift.paths.capabilities import stateless
 from kvdrift.paths.path import Path, on_copy
 from kvdrift.paths.path_capabilities import has_cache, manner
-
-if TYPE_CHECKING:
-    from kvdrift.models.model import Model
 
 TOLERANCE = 1e-9
 """Relative to the largest entry: equivalent paths agree to 1e-12 or better, and 1e-9 is far below any fault."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,13 +40,11 @@ from kvdrift.errors import (
     StaleCacheError,
     one_line,
 )
+from kvdrift.models.model import Model
 from kvdrift.models.rope import rope_switch
 from kvdrift.paths.capabilities import cache_of
 from kvdrift.paths.path import Path
 from kvdrift.paths.path_capabilities import anew, begins_saved, declared_loss, has_cache, holds, own_cache
-
-if TYPE_CHECKING:
-    from kvdrift.models.model import Model
 
 REPEATED_STEPS = 3
 NATIVE_SHARE = 0.1

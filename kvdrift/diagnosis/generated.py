@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
@@ -29,13 +29,11 @@ from kvdrift.diagnosis.lockstep import Moment
 from kvdrift.diagnosis.raised import out_of_memory, raised_by_kvdrift, said
 from kvdrift.errors import InputError, InternalError, KvdriftError, one_line
 from kvdrift.models.load import load
+from kvdrift.models.model import Model
 from kvdrift.paths.cache_off import CacheOff
 from kvdrift.paths.capabilities import cache_of, left_padding, stateless
 from kvdrift.paths.path import Path
 from kvdrift.paths.path_capabilities import begins_filled, manner, own_cache, prefill_chunk
-
-if TYPE_CHECKING:
-    from kvdrift.models.model import Model
 
 NEW_TOKENS = 8
 NAME = "generate()"

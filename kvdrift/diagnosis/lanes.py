@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
 
 from kvdrift.backends.manner import MANNERS, Manner
 from kvdrift.diagnosis.cases import Case
 from kvdrift.diagnosis.evidence import Finding
+from kvdrift.models.model import Model
 from kvdrift.paths.cache_off import CacheOff
 from kvdrift.paths.capabilities import stateless
 from kvdrift.paths.path import Path
 from kvdrift.paths.path_capabilities import manner
-
-if TYPE_CHECKING:
-    from kvdrift.models.model import Model
 
 _Lane = tuple[str, Manner]
 PROMPT, STEPS = 6, 3

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from kvdrift.bits import same_bits
 from kvdrift.diagnosis.observe import Key, Snapshot
+from kvdrift.models.model import Model
 from kvdrift.models.sites import LOGITS
 from kvdrift.tracing.borrow import shared_positions
-
-if TYPE_CHECKING:
-    from kvdrift.models.model import Model
 
 Equal = Callable[[Tensor, Tensor], bool]
 

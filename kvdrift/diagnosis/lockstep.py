@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TYPE_CHECKING
 
 from kvdrift.controls import Control
 from kvdrift.controls.combine import with_arm
 from kvdrift.diagnosis.cases import Case
 from kvdrift.diagnosis.observe import Observer, Snapshot
+from kvdrift.models.model import Model
 from kvdrift.paths.capabilities import rewindable, stateless
 from kvdrift.paths.path import Path, Run
 from kvdrift.paths.stepper import advance
-
-if TYPE_CHECKING:
-    from kvdrift.models.model import Model
 
 Inspect = Callable[["Moment", Path, Snapshot], None]
 """Is shown every observed step of either path: when, which path, and what it showed."""

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from kvdrift.controls import Control
 from kvdrift.diagnosis.evidence import NonFiniteFinding
 from kvdrift.diagnosis.locate import place
 from kvdrift.diagnosis.lockstep import Moment, alone
+from kvdrift.models.model import Model
 from kvdrift.paths.capabilities import left_padding
 from kvdrift.paths.path import Path
 from kvdrift.tracing.finite import NonFinite, broken_weight, watch_all
-
-if TYPE_CHECKING:
-    from kvdrift.models.model import Model
 
 
 def explain(

@@ -7,12 +7,13 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from kvdrift.models.model import Model
 from kvdrift.models.sites import HEAD_SITES, LOGITS, PATTERN
 from kvdrift.paths.capabilities import left_padding, unplaced, written
 from kvdrift.paths.path import Run
@@ -20,9 +21,6 @@ from kvdrift.paths.stepper import Shown, Stepper
 from kvdrift.paths.written import Written
 from kvdrift.tracing.seam import AttentionCall, Order, Output, seam
 from kvdrift.tracing.tap import Tap, n_tokens
-
-if TYPE_CHECKING:
-    from kvdrift.models.model import Model
 
 Key = tuple[int, str]
 """Layer and site."""

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
 from kvdrift.controls import Control
 from kvdrift.diagnosis.locate import PAST, Equal, Where
 from kvdrift.diagnosis.lockstep import Moment, alone
+from kvdrift.models.model import Model
 from kvdrift.paths.path import Path
-
-if TYPE_CHECKING:
-    from kvdrift.models.model import Model
 
 
 def pinpoint(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,11 +16,9 @@ from kvdrift.diagnosis.evidence import Finding
 from kvdrift.diagnosis.locate import PAST, in_order, pairs, place
 from kvdrift.diagnosis.lockstep import Moment
 from kvdrift.diagnosis.observe import Observer, Snapshot
+from kvdrift.models.model import Model
 from kvdrift.paths.path import Path
 from kvdrift.paths.path_capabilities import anew, holds
-
-if TYPE_CHECKING:
-    from kvdrift.models.model import Model
 
 KV = ("k", "v", *PAST.values())
 RE_ROLLS = (0, 1)

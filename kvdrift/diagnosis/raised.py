@@ -5,7 +5,6 @@ from __future__ import annotations
 import traceback
 from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -16,10 +15,8 @@ from kvdrift.diagnosis.locate import Where
 from kvdrift.diagnosis.lockstep import Moment, alone
 from kvdrift.diagnosis.pinpoint import layer_of
 from kvdrift.errors import InternalError, KvdriftError, one_line
+from kvdrift.models.model import Model
 from kvdrift.paths.path import Path
-
-if TYPE_CHECKING:
-    from kvdrift.models.model import Model
 
 ROOT = FilePath(__file__).parents[1]
 NO_MEMORY = (MemoryError, torch.OutOfMemoryError)

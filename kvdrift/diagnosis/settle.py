@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from kvdrift.controls.float64_copy import float64_copy
 from kvdrift.controls.precision import experts_note
@@ -16,12 +15,9 @@ from kvdrift.diagnosis.locate import Where, place
 from kvdrift.diagnosis.lockstep import Moment
 from kvdrift.diagnosis.raised import cause
 from kvdrift.errors import InternalError, KvdriftError, one_line
+from kvdrift.models.model import Model
 from kvdrift.paths.loss import Declared
 from kvdrift.paths.path import Path
-
-if TYPE_CHECKING:
-    from kvdrift.models.model import Model
-
 
 EVERYWHERE = -1
 """No place comes before it, the embedding included."""

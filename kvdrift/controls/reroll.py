@@ -11,11 +11,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -26,12 +25,13 @@ from kvdrift.controls.derived_weights import DerivedWeights
 from kvdrift.controls.dispatch import OperatorMode
 from kvdrift.controls.groups import GROUPED_OPERATORS, Groups
 from kvdrift.controls.operators import PLACES, Kind, Use, arguments_of, axes_of, by_kind
+from kvdrift.controls.scope import Scope
 from kvdrift.models.model import Model
 
 SHARE_OF_FREE_MEMORY = 0.05
 """How much of a device's free memory the reordered weights of one re-roll may take; the rest is reordered at each use.
 
-A decode step that reorders every weight takes 2.5 times as long as one that finds them all, a comparison with
+A decode step that reorders every weight takes 2.5 to 3 times as long as one that finds them all, a comparison with
 cache-OFF 1.4 times at 32 tokens and 1.1 times at 512.
 """
 
@@ -86,7 +86,7 @@ class ReRoll:
             bound.close()
 
 
-class BoundReRoll:
+class BoundReRoll(Scope):
     """A re-roll bound to one module: enter it around each forward pass, close it after the last one.
 
     Every PyTorch operation of this thread inside the context is re-rolled, so nothing but the forward pass
@@ -98,38 +98,25 @@ class BoundReRoll:
     counts
         How many operations of each kind have been reordered so far: ``matmul``, ``sum``, ``layer_norm``,
         ``softmax``, ``attention_features``, ``attention_keys``.
+    weights
+        Reordered weights that are kept; None before it is first entered and after it is closed.
     """
 
     def __init__(self, seed: int, module: nn.Module) -> None:
         self.seed, self.module = seed, module
         self.counts: Counter[str] = Counter()
-        self._mode: _ReorderSums | None = None
-        self._depth = 0
+        self.weights: DerivedWeights | None = None
+        super().__init__(self._put_in_place)
 
-    def __enter__(self) -> Self:
-        if self._mode is None:
-            self._mode = _ReorderSums(self.seed, _shared_weights(self.seed, self.module), self.counts)
-        if self._depth == 0:
-            self._mode.weights.refresh()
-            self._mode.__enter__()
-        self._depth += 1
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._depth -= 1
-        if self._depth == 0 and self._mode is not None:
-            self._mode.__exit__(kind, error, trace)
-
-    @property
-    def n_bytes(self) -> int:
-        """Memory taken by reordered weights, in bytes."""
-        return 0 if self._mode is None else self._mode.weights.n_bytes
+    def _put_in_place(self, stack: ExitStack) -> None:
+        if self.weights is None:
+            self.weights = _shared_weights(self.seed, self.module)
+        self.weights.refresh()
+        stack.enter_context(_ReorderSums(self.seed, self.weights, self.counts))
 
     def close(self) -> None:
         """Let go of the reordered weights. Entering again makes them anew."""
-        self._mode = None
+        self.weights = None
 
 
 _SHARED: WeakValueDictionary[tuple[int, int], DerivedWeights] = WeakValueDictionary()

@@ -212,7 +212,7 @@ def test_copies_keep_the_memory_layout(shape):
     bound = BoundReRoll(0, linear)
     with torch.no_grad(), bound:
         linear(torch.ones(2, shape[1], dtype=torch.float64))
-        copies = list(bound._mode.weights._kept.values())
+        copies = list(bound.weights._kept.values())
     for kept in copies:
         assert kept.value.stride() == kept.source.stride()
         assert not torch.equal(kept.value, kept.source)
@@ -261,7 +261,7 @@ def test_copies_are_never_stale(edit):
     with ReRoll(0).applied(copy.deepcopy(linear)) as fresh:
         assert torch.equal(after, fresh.module(x))
     assert not torch.equal(before, after)
-    assert bound.n_bytes == 6 * 33 * 4
+    assert bound.weights.n_bytes == 6 * 33 * 4
 
 
 @torch.no_grad()
@@ -273,7 +273,7 @@ def test_recycled_addresses_do_not_alias():
         linear.weight = torch.nn.Parameter(torch.full((64, 64), float(step)))
         with bound:
             assert (linear(torch.ones(1, 64)) == 64 * step).all()
-        assert bound.n_bytes == 64 * 64 * 4
+        assert bound.weights.n_bytes == 64 * 64 * 4
 
 
 @torch.no_grad()
@@ -284,18 +284,18 @@ def test_copies_are_kept_between_passes_shared_and_freed():
     for bound in (first, second, other):
         with bound:
             model(PROMPT)
-    assert first.n_bytes > 0
-    assert first._mode.weights is second._mode.weights
-    assert first._mode.weights is not other._mode.weights
-    copies = weakref.ref(first._mode.weights)
+    assert first.weights.n_bytes > 0
+    assert first.weights is second.weights
+    assert first.weights is not other.weights
+    copies = weakref.ref(first.weights)
     first.close()
-    assert first.n_bytes == 0
+    assert first.weights is None
     assert copies() is not None
     second.close()
     assert copies() is None
     with first:  # entering again makes them anew
         model(PROMPT)
-    assert first.n_bytes > 0
+    assert first.weights.n_bytes > 0
 
 
 @torch.no_grad()
@@ -304,7 +304,7 @@ def test_a_dropped_control_frees_its_copies():
     bound = BoundReRoll(5, model)
     with bound:
         model(PROMPT)
-    copies = weakref.ref(bound._mode.weights)
+    copies = weakref.ref(bound.weights)
     del bound
     gc.collect()
     assert copies() is None
@@ -314,13 +314,13 @@ def test_memory_budget_changes_no_bit(monkeypatch):
     model = tiny("llama")
     with ReRoll(0).applied(model) as bound:
         kept = prefill_and_decode(model)
-        whole = bound.n_bytes
+        whole = bound.weights.n_bytes
     for free in (0, whole * 8):
         monkeypatch.setattr(derived_weights, "free_memory", lambda device, free=free: free)
         with ReRoll(0).applied(model) as bound:
             assert equal(prefill_and_decode(model), kept)
-            assert bound.n_bytes <= reroll.SHARE_OF_FREE_MEMORY * free
-            assert (bound.n_bytes > 0) == (free > 0)
+            assert bound.weights.n_bytes <= reroll.SHARE_OF_FREE_MEMORY * free
+            assert (bound.weights.n_bytes > 0) == (free > 0)
 
 
 def test_nothing_is_left_after_an_exception():

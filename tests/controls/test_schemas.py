@@ -5,6 +5,7 @@ to numbers is tried with a function of the same schema in plain tensor operation
 """
 
 import math
+from collections import Counter
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from kvdrift.controls import reroll, row_tiles, wide_sums
 from kvdrift.controls.derived_weights import DerivedWeights
 from kvdrift.controls.groups import GROUPED_OPERATORS, Groups
 from kvdrift.controls.operators import arguments_of
-from kvdrift.controls.reroll import BoundReRoll, ReRoll
+from kvdrift.controls.reroll import ReRoll
 from kvdrift.controls.row_tiles import RowTiles
 from kvdrift.controls.upcast import WideOperators
 from kvdrift.diagnosis import operator_witness
@@ -28,11 +29,8 @@ def name_of(op):
     return op._schema.name.partition("::")[2] + "." + op._overloadname
 
 
-def mode_of(op):
-    bound = BoundReRoll(0, torch.nn.Identity())
-    with bound:
-        pass
-    return bound._mode
+def mode_of():
+    return reroll._ReorderSums(0, reroll._shared_weights(0, torch.nn.Identity()), Counter())
 
 
 def rand(*shape, dtype=torch.float64):
@@ -111,7 +109,7 @@ def runs_in(op, dtype):
 @pytest.mark.parametrize("op", OTHERS, ids=name_of)
 def test_the_re_roll_leaves_the_function_alone(op):
     dtype = torch.float64 if runs_in(op, torch.float64) else torch.float32
-    mode = mode_of(op)
+    mode = mode_of()
     for args, kwargs in examples(op, dtype):
         found = reroll._HANDLERS[op](mode, op, args, kwargs)
         close(found, op(*args, **kwargs), 1e-10 if dtype == torch.float64 else 1e-4)
@@ -192,7 +190,7 @@ def attention_calls(op):
 
 @pytest.mark.parametrize("op", ATTENTION, ids=name_of)
 def test_attention_without_or_with_a_mask_causal_or_not(op):
-    mode, plain = mode_of(op), Plain(op)
+    mode, plain = mode_of(), Plain(op)
     names = [a.name for a in op._schema.arguments]
     for call in attention_calls(op):
         before = mode.counts.copy()
@@ -208,7 +206,7 @@ def test_attention_without_or_with_a_mask_causal_or_not(op):
 
 @pytest.mark.parametrize("op", [op for op in ATTENTION if "mps" not in op._schema.name], ids=name_of)
 def test_the_operators_of_other_devices_take_what_they_are_given(op):
-    mode = mode_of(op)
+    mode = mode_of()
     for call in attention_calls(op):
         given = {k: v.to("meta", torch.bfloat16) if isinstance(v, torch.Tensor) else v for k, v in call.items()}
         try:
@@ -224,7 +222,7 @@ def test_groups_within_the_sum_are_not_re_rolled():
     ends = torch.tensor([4, 12], dtype=torch.int32)
     args = (rand(8, 12, dtype=torch.float32), rand(12, 8, dtype=torch.float32), ends)
     assert Groups.of(aten._grouped_mm.default, args, {}) is None
-    handled = reroll._HANDLERS[aten._grouped_mm.default](mode_of(None), aten._grouped_mm.default, args, {})
+    handled = reroll._HANDLERS[aten._grouped_mm.default](mode_of(), aten._grouped_mm.default, args, {})
     assert torch.equal(handled, aten._grouped_mm.default(*args))
 
 

@@ -60,7 +60,8 @@ class Backend(Protocol):
         cache: Cache | None = None,
         left_padding: int = 0,
         call: str = "explicit",
-    ) -> Float[Tensor, " vocab"]:
+        rows: int = 1,
+    ) -> Float[Tensor, "*row vocab"]:
         """One forward pass over ``ids``, which sit at absolute positions ``start, start + 1, …``.
 
         Parameters
@@ -76,11 +77,13 @@ class Backend(Protocol):
             them.
         call
             The manner of calling the model: a name in `kvdrift.backends.manner.MANNERS`.
+        rows
+            How many of the last positions give logits.
 
         Returns
         -------
         Tensor
-            Logits of the last position, ``[vocab]``, in the model's own dtype.
+            Logits of the last position, ``[vocab]``, in the model's own dtype; of several ones ``[row, vocab]``.
 
         Raises
         ------
@@ -96,6 +99,7 @@ class Backend(Protocol):
         cache: Cache | None = None,
         left_padding: int = 0,
         call: str = "explicit",
+        rows: int = 1,
     ) -> dict[str, Any]:
         """The keyword arguments with which `forward` runs the model."""
         ...

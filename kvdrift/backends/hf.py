@@ -96,17 +96,18 @@ class HFBackend(Backend):
         cache: Cache | None = None,
         left_padding: int = 0,
         call: str = "explicit",
-    ) -> Float[Tensor, vocab]:
+        rows: int = 1,
+    ) -> Float[Tensor, "*row vocab"]:
         """One forward pass; see `Backend.forward`."""
         for rotary in self._remembering:
             forget(rotary)
-        output = self.call(self.arguments(ids, start, cache, left_padding, call))
+        output = self.call(self.arguments(ids, start, cache, left_padding, call, rows))
         if not hasattr(output, "logits"):
             raise ModelError(
                 f"{type(self.module).__name__} returns no logits: it has no language-model head; give the causal LM "
                 "that it is the body of."
             )
-        return output.logits[0, -1]
+        return output.logits[0, -1] if rows == 1 else output.logits[0, -rows:]
 
     def arguments(
         self,
@@ -115,6 +116,7 @@ class HFBackend(Backend):
         cache: Cache | None = None,
         left_padding: int = 0,
         call: str = "explicit",
+        rows: int = 1,
     ) -> dict[str, Any]:
         """The keyword arguments of one forward pass; see `Backend.forward`."""
         manner = self.manner(call)
@@ -128,7 +130,7 @@ class HFBackend(Backend):
             seen = -left_padding if self.masks_past else start
             arguments["attention_mask"] = (torch.arange(seen, end, device=ids.device) >= 0).long().unsqueeze(0)
         if manner.one_row:
-            arguments["logits_to_keep"] = 1
+            arguments["logits_to_keep"] = rows
         return arguments
 
     def manner(self, call: str) -> Manner:

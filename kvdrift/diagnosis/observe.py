@@ -126,7 +126,7 @@ class Observer:
         sites = dict.fromkeys(site for site in model.coverage.sites if site != PATTERN)
         self._tap = Tap(model, sites, where="all", kv_where="all", keep=True)
         self._stepper = Stepper(run, (), self._tap)
-        self._calls = _Calls(model)
+        self._calls = _Calls(model, self._tap)
         self._rotary = _RotaryPosition(model)
 
     def step(self, tokens: Sequence[int] | None = None) -> Snapshot:
@@ -144,11 +144,11 @@ class Observer:
             for site in ("k", "v")
             for layer, value in shown.values.get(site, {}).items()
         }
-        placed = self._placed(shown.position, n_tokens, calls)
+        placed = self._placed(shown.position + shown.step.rows_after, n_tokens, calls) if n_tokens else []
         return Snapshot(shown.position, _rows(shown), kv, shown.logits, placed, self._rotary.take())
 
     def _placed(self, position: int, tokens: list[int], calls: list[tuple[int, AttentionCall]]) -> list[Call]:
-        """The calls of a step with the positions of their queries and keys; its last pass ends at the current one."""
+        """The calls of a step with the positions of their queries and keys; its last pass ends at ``position``."""
         found, noted, padding = [], written(self.run), left_padding(self.run)
         for number, call in calls:
             layer = self.run.model.layer_of[id(call.module)]
@@ -218,23 +218,24 @@ def _rows_first(value: Tensor, heads: bool) -> Tensor:
 
 
 class _Calls:
-    """Keeps the attention calls of a model's blocks, and how many tokens each pass consumed."""
+    """Keeps the attention calls of a model's blocks, and how many tokens each pass consumed, while a tap is enabled."""
 
     order = Order.OBSERVE
 
-    def __init__(self, model: Model) -> None:
-        self._parts = model.attention_layer_of
+    def __init__(self, model: Model, tap: Tap | None = None) -> None:
+        self._parts, self._tap = model.attention_layer_of, tap or Tap(model, {})
         self._tokens: list[int] = []
         self._found: list[tuple[int, AttentionCall]] = []
 
     def __call__(self, call: AttentionCall, proceed: Callable[[AttentionCall], Output]) -> Output:
-        if id(call.module) in self._parts:
+        if self._tap.enabled and id(call.module) in self._parts:
             self._found.append((len(self._tokens) - 1, replace(call)))
         return proceed(call)
 
     def begin(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note that a pass begins: a forward pre-hook of the model."""
-        self._tokens.append(n_tokens(args, kwargs))
+        if self._tap.enabled:
+            self._tokens.append(n_tokens(args, kwargs))
 
     def take(self) -> tuple[list[int], list[tuple[int, AttentionCall]]]:
         """Tokens of each pass, and the calls with the number of their pass; both are handed over."""

@@ -24,7 +24,7 @@ from kvdrift.models.load import DTYPES
 from kvdrift.models.model import Model
 from kvdrift.models.sites import ALL_SITES, GLOBAL_SITES, LOGITS, PATTERN, parse_sites
 from kvdrift.paths.path import Path, on_copy, path_info, path_settings
-from kvdrift.paths.path_capabilities import anew, holds
+from kvdrift.paths.path_capabilities import anew, holds, rows_per_pass
 from kvdrift.paths.sampling import greedy
 
 LOCAL_SITES = ("attn_out", "mlp_out", "resid_post")
@@ -103,9 +103,11 @@ class Job:
                     raise SiteError(f"{site!r} cannot be compared: the two paths' models have it in no common shape.")
         local_layers = shared["k"] if local else ()
         whole = len(shared["resid_pre"]) == one.architecture.n_layers
-        if local and not (local_layers and whole and one.dtype == two.dtype):
+        if local and not (local_layers and whole and one.dtype == two.dtype and rows_per_pass(a) == 1):
             why = (
-                "past K/V cannot be written"
+                f"{a.label} serves several rows of one pass, which has one set of inputs"
+                if rows_per_pass(a) > 1
+                else "past K/V cannot be written"
                 if not local_layers
                 else "the two paths run in different dtypes"
                 if whole

@@ -19,7 +19,7 @@ from kvdrift.models.head import Float32Head
 from kvdrift.models.model import Model
 from kvdrift.models.sites import BLOCK_SITES, GLOBAL_SITES
 from kvdrift.paths.path import Path
-from kvdrift.paths.stepper import Shown, Stepper, started
+from kvdrift.paths.stepper import Shown, Stepper, rows_where, started
 from kvdrift.tracing.borrow import Borrow
 from kvdrift.tracing.tap import Tap, Values
 
@@ -203,7 +203,9 @@ class Lockstep:
         if self.plan.local_layers:
             sites |= dict.fromkeys(("resid_pre", "k", "v", *self.plan.local_sites))
         # A cache that writes in place (a static one) would change the previous step's K/V under our hands.
-        return Tap(model, sites, kv_where="all", copy=self.plan.self_drift)
+        run_by = [path for path, owner in ((self.a, self.model_a), (self.b, self.model_b)) if owner is model]
+        where = rows_where(*run_by)
+        return Tap(model, sites, where=where, kv_where="all", copy=self.plan.self_drift or where != "current")
 
     # --- steps
 

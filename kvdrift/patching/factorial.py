@@ -26,6 +26,7 @@ from kvdrift.patching.spec import Patch
 from kvdrift.paths.cache_off import CacheOff
 from kvdrift.paths.cache_on import CacheOn
 from kvdrift.paths.path import Path
+from kvdrift.paths.path_capabilities import refuse_rows
 from kvdrift.paths.sampling import greedy
 from kvdrift.paths.stepper import Stepper, started
 from kvdrift.tracing.tap import Tap
@@ -89,6 +90,7 @@ def factorial(
         model, prompts, donor=CacheOff() if b is None else b, recipient=CacheOn() if a is None else a,
         max_new_tokens=max_new_tokens, tokens=tokens, chat=chat, ignore_eos=ignore_eos, progress=progress,
     )  # fmt: skip
+    refuse_rows(setup.donor, "b")
     on, off = setup.recipient.model or setup.model, setup.donor.model or setup.model
     for owner in (on, off):
         owner.coverage.resolve("k", None)

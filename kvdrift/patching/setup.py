@@ -22,7 +22,7 @@ from kvdrift.paths.cache_on import CacheOn
 from kvdrift.paths.capabilities import stateless
 from kvdrift.paths.own import check_path
 from kvdrift.paths.path import Path, path_info, path_settings
-from kvdrift.paths.path_capabilities import check_room, path_notes
+from kvdrift.paths.path_capabilities import check_room, path_notes, refuse_rows
 from kvdrift.settings import settings_of
 from kvdrift.tracing.trace import Trace
 
@@ -140,6 +140,7 @@ def read(
     encoded = [model.encode(prompt, chat) for prompt in given]
     labelled = tuple(model.label(prompt, ids) for prompt, ids in zip(given, encoded, strict=True))
     recipient = CacheOn() if recipient is None else check_path(recipient, "recipient")
+    refuse_rows(recipient, "recipient")
     traces = _traces(donor, len(labelled))
     path: Path
     if traces is not None:

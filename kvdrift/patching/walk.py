@@ -25,8 +25,8 @@ from kvdrift.patching.schedule import Schedule
 from kvdrift.patching.spec import Cell, Patch
 from kvdrift.paths.capabilities import overwritable, stateless
 from kvdrift.paths.path import Path, on_copy
-from kvdrift.paths.path_capabilities import anew, holds
-from kvdrift.paths.stepper import Stepper, started
+from kvdrift.paths.path_capabilities import anew, holds, rows_per_pass
+from kvdrift.paths.stepper import Stepper, rows_where, started
 from kvdrift.tracing.finite import is_nonfinite
 from kvdrift.tracing.tap import Tap, Where
 from kvdrift.tracing.trace import Trace
@@ -299,10 +299,11 @@ class Walk:
         for patch in patches:
             for site in patch.sites:
                 sites[site] = sites.get(site, frozenset()) | set(layers_of(self.model, patch, site))
-        where: Where = "all" if any(patch.beyond_current for patch in patches) else "current"
+        beyond = any(patch.beyond_current for patch in patches)
 
         def start(path: Path, model: Model) -> Stepper:
-            tap = Tap(model, sites, where=where, kv_where="all", copy=False, scaled=False)
+            where: Where = "all" if beyond else rows_where(path)
+            tap = Tap(model, sites, where=where, kv_where="all", copy=rows_per_pass(path) > 1, scaled=False)
             tap.enabled = False
             stepper = stack.enter_context(started(path, model, ids, tap))
             stack.enter_context(tap)

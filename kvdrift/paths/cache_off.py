@@ -66,7 +66,7 @@ class CacheOffRun:
     ) -> None:
         self.path, self.model, self.controls = path, model, controls
         self.attn = path.attn
-        self._tokens, self._started = tokens, started
+        self._tokens, self._started, self._n_passes = tokens, started, 0
         self._execution = Execution(model, path.attn, controls, path.call, path.links)
 
     def step(self, token: int | None = None) -> Step:
@@ -76,8 +76,31 @@ class CacheOffRun:
         self._started = True
         if token is not None:
             self._tokens.append(token)
-        logits = self._execution.forward(self._tokens, 0, None)
-        return Step(logits, len(self._tokens) - 1)
+        return self._last(1)[-1]
+
+    def extend_rows(self, tokens: Sequence[int], n_rows: int | None = None) -> tuple[Step, ...]:
+        """Recompute everything with several tokens appended; the last ``n_rows`` rows of it (one a token by default).
+
+        Raises
+        ------
+        InputError
+            If there are no tokens, fewer than rows, or the prompt was not consumed yet.
+        """
+        n_rows = len(tokens) if n_rows is None else n_rows
+        if not self._started or not 1 <= n_rows <= len(tokens):
+            raise InputError(
+                f"extend_rows({list(tokens)}, {n_rows}): give tokens, at most as many rows, after the first step has "
+                "consumed the prompt."
+            )
+        self._tokens += tokens
+        return self._last(n_rows)
+
+    def _last(self, n_rows: int) -> tuple[Step, ...]:
+        """The last rows of one pass over all tokens."""
+        logits = self._execution.forward(self._tokens, 0, None, rows=n_rows)
+        self._n_passes += 1
+        first = len(self._tokens) - n_rows
+        return tuple(Step(row, first + i, i, n_rows, self._n_passes - 1) for i, row in enumerate(logits))
 
     def skip(self, token: int) -> None:
         """Append a token and compute nothing."""
@@ -91,7 +114,9 @@ class CacheOffRun:
     def fork(self, controls: tuple[Control, ...] | None = None) -> CacheOffRun:
         """An independent continuation from here."""
         chosen = self.controls if controls is None else controls
-        return CacheOffRun(self.path, self.model, list(self._tokens), chosen, self._started)
+        other = CacheOffRun(self.path, self.model, list(self._tokens), chosen, self._started)
+        other._n_passes = self._n_passes
+        return other
 
     def close(self) -> None:
         """Let go of the controls."""

@@ -201,6 +201,7 @@ class _Event(NamedTuple):
     controls: tuple[Control, ...]
     tokens: tuple[int, ...] = ()
     n_taken_back: int = 0
+    n_rows: int = 1
 
 
 class CacheOnRun:
@@ -239,6 +240,7 @@ class CacheOnRun:
         self._key_offsets: dict[int, int] = {}
         self._length = length(cache)  # as the run begins
         self._end = 0  # slots in use after the latest pass
+        self._n_passes = 0
         self._keeps_past = False
         self.overwritten = False
         self._since: list[_Event] = []  # what followed the prompt
@@ -257,41 +259,58 @@ class CacheOnRun:
             raise InputError("The first step takes no token, every later one takes the token to consume.")
         if token is None and (now := length(self.cache)) != self._length:  # another run that has begun shares it
             raise stale(now)
-        return self._consume(self._chunks()) if token is None else self._go_on([token])
+        return self._consume(self._chunks())[-1] if token is None else self._go_on([token])[-1]
 
     def extend(self, tokens: Sequence[int]) -> Step:
-        """Consume several tokens in one pass, as a continued chat and the check of drafted tokens do.
+        """Consume several tokens in one pass, as a continued chat does, and predict what follows the last.
 
         Raises
         ------
         InputError
             If there are none, or the prompt was not consumed yet.
         """
+        return self.extend_rows(tokens, 1)[-1]
+
+    def extend_rows(self, tokens: Sequence[int], n_rows: int | None = None) -> tuple[Step, ...]:
+        """Consume several tokens in one pass, and predict what follows each of the last ``n_rows`` (all by default).
+
+        The check of drafted tokens does so. The LM head at several rows can give other bits than at one.
+
+        Raises
+        ------
+        InputError
+            If there are no tokens, fewer than rows, or the prompt was not consumed yet.
+        """
+        n_rows = len(tokens) if n_rows is None else n_rows
         if not tokens or not self._begun:
             raise InputError(
                 f"extend({list(tokens)}): give at least one token, after the first step has consumed the prompt."
             )
-        return self._go_on(tokens)
+        if not 1 <= n_rows <= len(tokens):
+            raise InputError(f"extend_rows(…, {n_rows}): give 1 to {len(tokens)} rows, one for each token at most.")
+        return self._go_on(tokens, n_rows)
 
-    def _go_on(self, tokens: Sequence[int]) -> Step:
+    def _go_on(self, tokens: Sequence[int], n_rows: int = 1) -> tuple[Step, ...]:
         """One pass over tokens that follow the prompt."""
-        step = self._consume([list(tokens)])
-        self._since.append(_Event(self.controls, tuple(tokens)))
-        return step
+        steps = self._consume([list(tokens)], n_rows)
+        self._since.append(_Event(self.controls, tuple(tokens), n_rows=n_rows))
+        return steps
 
-    def _consume(self, chunks: list[list[int]]) -> Step:
+    def _consume(self, chunks: list[list[int]], n_rows: int = 1) -> tuple[Step, ...]:
         for chunk in chunks:
             self._end = self._consumed + self.left_padding + len(chunk)
             refuse_full(self.cache, self._end)
             self._key_offsets = first_positions(self.cache, self.model.architecture.n_layers, len(chunk))
             watched = nullcontext() if self.written is None else self.written.watching(self.cache, self._consumed)
             with watched:
-                logits = self._execution.forward(chunk, self._consumed, self.cache, self.left_padding)
+                logits = self._execution.forward(chunk, self._consumed, self.cache, self.left_padding, n_rows)
             self._consumed += len(chunk)
+            self._n_passes += 1
             if not self._begun:
                 mark_used(self.cache)
                 self._begun = True
-        return Step(logits, self._consumed - 1)
+        first = self._consumed - n_rows
+        return tuple(Step(row, first + i, i, n_rows, self._n_passes - 1) for i, row in enumerate(logits))
 
     def keep_past(self) -> None:
         """From the start on, keep what a sliding window evicts, so that `rewind` can go back past its edge."""
@@ -347,6 +366,7 @@ class CacheOnRun:
         other._since, other.overwritten = list(self._since), self.overwritten
         other._consumed, other._keeps_past, other._begun = self._consumed, self._keeps_past, self._begun
         other._first_pass, other._begun_under = self._first_pass, self._begun_under
+        other._key_offsets, other._end, other._n_passes = self._key_offsets, self._end, self._n_passes
         other.written = None if self.written is None else self.written.copy()
         return other
 
@@ -399,7 +419,7 @@ class CacheOnRun:
         for event in self._since:
             other._under(event.controls)
             if event.tokens:
-                other._go_on(event.tokens)
+                other._go_on(event.tokens, event.n_rows)
             else:
                 other.rewind(event.n_taken_back)
         other._under(self.controls)

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 from transformers import Cache
 
@@ -56,14 +57,17 @@ class Execution:
         if links:
             self._bound.append(Scope(lambda stack: [stack.enter_context(seam(model.hf, link)) for link in links]))
 
-    def forward(self, tokens: Sequence[int], start: int, cache: Cache | None, left_padding: int = 0) -> Tensor:
-        """Logits ``[vocab]`` after ``tokens`` at positions ``start…``."""
+    def forward(
+        self, tokens: Sequence[int], start: int, cache: Cache | None, left_padding: int = 0, rows: int = 1
+    ) -> Float[Tensor, "row vocab"]:
+        """Logits of the last ``rows`` of ``tokens``, which sit at positions ``start…``."""
         ids = torch.tensor([list(tokens)], device=self.model.device)
         contexts: list[AbstractContextManager] = [self.model.evaluating(), self.model.backend.attention(self.attn)]
         with ExitStack() as stack:
             for context in [*contexts, *self._bound]:
                 stack.enter_context(context)
-            return self.model.backend.forward(ids, start, cache, left_padding, self.call)
+            logits = self.model.backend.forward(ids, start, cache, left_padding, self.call, rows)
+            return logits.reshape(rows, -1)
 
     def close(self) -> None:
         """Free what the controls hold."""

@@ -27,10 +27,22 @@ class Step:
         Next-token logits ``[vocab]`` at the current position, in the model's dtype.
     position
         The current position: the absolute index of the last token consumed.
+    row, n_rows
+        Which row it is of those that its pass gave logits for, counted from 0, and how many these are.
+    pass_number
+        Which pass of its run gave it, counted from 0.
     """
 
     logits: Float[Tensor, " vocab"]
     position: int
+    row: int = 0
+    n_rows: int = 1
+    pass_number: int = 0
+
+    @property
+    def rows_after(self) -> int:
+        """How many rows of the same pass come after this one."""
+        return self.n_rows - 1 - self.row
 
 
 class Run(Protocol):

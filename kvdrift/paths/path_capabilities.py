@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from transformers import Cache, QuantizedCache
 
 from kvdrift.backends.cache_state import refuse_full
+from kvdrift.errors import InputError
 from kvdrift.models.model import Model
 from kvdrift.paths.capabilities import left_padding, told
 from kvdrift.paths.loss import Declared, Dropped, Rounded, as_losses
@@ -36,6 +37,26 @@ def begins_filled(path: Path) -> bool:
 def begins_saved(path: Path) -> bool:
     """Whether these tokens come from a cache that was filled before, rather than being computed by each run."""
     return bool(told(path, "begins_saved"))
+
+
+def rows_per_pass(*paths: Path) -> int:
+    """How many rows of one pass the runs of these paths may serve as steps of their own; 1 if they say nothing."""
+    return max((told(path, "rows_per_pass") or 1 for path in paths), default=1)
+
+
+def refuse_rows(path: Path, name: str) -> None:
+    """Refuse a path whose runs serve several rows of one pass, where each step is to be written into alone.
+
+    Raises
+    ------
+    InputError
+        If it is one.
+    """
+    if rows_per_pass(path) > 1:
+        raise InputError(
+            f"{name}={path.label}: its runs serve several rows of one pass, and what is written at one step would "
+            "change them all; give a path with a pass for each step, such as kd.CacheOn()."
+        )
 
 
 def holds(path: Path, ids: Sequence[int] = ()) -> tuple[int, ...]:

@@ -19,10 +19,10 @@ from kvdrift.models.model import Model
 from kvdrift.models.sites import GLOBAL_SITES, LOGITS, PATTERN
 from kvdrift.paths.path import Path, path_info, path_settings
 from kvdrift.paths.sampling import following, greedy
-from kvdrift.paths.stepper import Shown, started
+from kvdrift.paths.stepper import Shown, rows_where, started
 from kvdrift.paths.text import write
 from kvdrift.tracing.activation_cache import Axes
-from kvdrift.tracing.tap import Tap, Values
+from kvdrift.tracing.tap import Tap, Values, Where
 from kvdrift.tracing.trace import Trace, free_memory
 
 Positions = Literal["current", "all"] | Sequence[int]
@@ -63,7 +63,7 @@ class Recording:
         self.model, self.path, self.offload = model, path, offload
         self.memory_budget, self.progress, self.weights, self.stop = memory_budget, progress, weights, stop
         self.positions = positions
-        where: Literal["current", "all"] = "current" if positions == "current" else "all"
+        where: Where = rows_where(path) if positions == "current" else "all"
         self.tap = Tap(model, wanted, where=where, kv_where=where, heads=heads, keep=True)
         self.whole: dict[str, Tensor] = {}
         self.slots: dict[str, dict[int, Tensor]] = {}

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from kvdrift.controls import Control
 from kvdrift.errors import NonFiniteError
-from kvdrift.models.sites import PATTERN
+from kvdrift.models.architecture import LayerInfo
+from kvdrift.models.sites import LOGITS, PATTERN
 from kvdrift.paths.capabilities import extend, unplaced
 from kvdrift.paths.nonfinite import explain_nonfinite
 from kvdrift.paths.path import Path, Run, Step
+from kvdrift.paths.path_capabilities import rows_per_pass
 from kvdrift.tracing.finite import is_nonfinite
-from kvdrift.tracing.tap import Tap, Values
+from kvdrift.tracing.tap import Tap, Values, Where, at_row
+from kvdrift.tracing.writer import as_index
 
 if TYPE_CHECKING:
     from kvdrift.models.model import Model
@@ -91,6 +94,8 @@ class Stepper:
 
     def __init__(self, run: Run, tokens: Sequence[int], tap: Tap | None = None) -> None:
         self.run, self.tap, self.tokens = run, tap, list(tokens)
+        self._rows = rows_per_pass(run.path)
+        self._latest: Shown | None = None  # the pass whose rows are not all served yet
 
     def step(self, token: int | Sequence[int] | None = None, *, watch: bool = True, finite: bool = True) -> Shown:
         """Consume a token (none at step 0, several in one pass where the run can).
@@ -109,9 +114,9 @@ class Stepper:
         NonFiniteError
             If the logits hold NaN or infinity, with the place where it began.
         """
-        tap = self.tap if watch else None
+        tap = self.tap if watch or self._rows > 1 else None  # a row may be served later, without a pass
         if self.tap is not None:
-            self.tap.enabled = watch
+            self.tap.enabled = tap is not None
         if tap is not None:
             tap.take()  # what other passes left
         try:
@@ -122,13 +127,24 @@ class Stepper:
         self.tokens += [] if token is None else token if isinstance(token, Sequence) else [token]
         if finite and is_nonfinite(step.logits):
             raise self.nonfinite()
-        passes, consumed = ((), ()) if tap is None else tap.take()
-        n_keys = _n_keys(passes[-1]) if passes else {}
-        keys = {layer: self.run.key_positions(layer, n) for layer, n in n_keys.items()}
-        return Shown(step, passes, consumed, keys, self._left_out(keys))
+        if tap is None:
+            return Shown(step, (), (), {}, {})
+        passes, consumed = tap.take()
+        if passes or self._latest is None:
+            keys = {layer: self.run.key_positions(layer, n) for layer, n in _n_keys(tap, passes).items()}
+            shown = Shown(step, passes, consumed, keys, self._left_out(keys))
+        else:
+            shown = replace(self._latest, step=step)
+        if self._rows == 1 and not isinstance(tap.where, int):
+            return shown
+        self._latest = replace(shown, passes=shown.passes[-1:], consumed=(1,)) if step.rows_after else None
+        return _own_row(shown, tap, self.run.model.architecture.layers) if watch else Shown(step, (), (), {}, {})
 
     def skip(self, token: int) -> None:
         """Consume a token without needing what follows from it."""
+        if self._rows > 1:
+            self.step(token, watch=False, finite=False)
+            return
         if self.tap is not None:
             self.tap.enabled = False
         self.run.skip(token)
@@ -139,7 +155,9 @@ class Stepper:
         """An independent continuation from here, with other controls if given; closed when the block is left."""
         run = self.run.fork() if controls is None else self.run.fork(controls)
         try:
-            yield Stepper(run, self.tokens, self.tap)
+            other = Stepper(run, self.tokens, self.tap)
+            other._latest = self._latest
+            yield other
         finally:
             run.close()
 
@@ -171,9 +189,47 @@ def advance(run: Run, tokens: int | Sequence[int] | None) -> Step:
     return run.step(tokens[0]) if len(tokens) == 1 else extend(run, tokens)
 
 
-def _n_keys(values: Values) -> dict[int, int]:
-    """How many keys the kernel of each layer read, where a site shows it."""
-    whole = {
-        layer: value.shape[2] for site in ("v", "k") for layer, value in values.get(site, {}).items() if value.ndim == 4
-    }
-    return {layer: value.shape[-1] for layer, value in values.get(PATTERN, {}).items()} | whole
+def rows_where(*paths: Path) -> Where:
+    """What a tap on the runs of these paths keeps, so that each step has its row: the ``where`` of `Tap`."""
+    n_rows = rows_per_pass(*paths)
+    return n_rows if n_rows > 1 else "current"
+
+
+def _n_keys(tap: Tap, passes: Sequence[Values]) -> dict[int, int]:
+    """How many keys the kernel of each layer read in the last pass, where a site shows it."""
+    found: dict[int, int] = {}
+    for site in (PATTERN, "v", "k") if passes else ():
+        if site == PATTERN or tap.kv_where == "all":
+            axis = -1 if site == PATTERN else 2
+            found |= {layer: value.shape[axis] for layer, value in passes[-1].get(site, {}).items()}
+    return found
+
+
+def _own_row(shown: Shown, tap: Tap, layers: Sequence[LayerInfo]) -> Shown:
+    """What a step of a pass of several rows showed: its row, and the keys that this row sees."""
+    step, after = shown.step, shown.step.rows_after
+    last, kv = shown.values, [site for site in ("k", "v") if site in shown.values]
+    rows = [site for site in last if site not in kv]
+    if isinstance(tap.where, int):
+        last = at_row(last, rows, -1 - after)
+    elif tap.where == "all":  # the first row comes with those before it, which give no logits
+        last = at_row(last, rows, slice(None if step.row == 0 else -1 - after, -after or None))
+    if isinstance(tap.kv_where, int):
+        last = at_row(last, kv, -1 - after)
+    keys = dict(shown.keys)
+    for layer, at in shown.keys.items() if step.n_rows > 1 else ():
+        if layer in shown.left_out:
+            continue
+        since = layers[layer].first_seen(step.position)
+        seen = as_index([slot for slot, position in enumerate(at) if since <= position <= step.position])
+        keys[layer] = at[seen] if isinstance(seen, slice) else [at[slot] for slot in seen]
+        cut: dict[str, Any] = {PATTERN: (..., seen)}
+        if tap.kv_where == "all":
+            cut |= dict.fromkeys(kv, (slice(None), slice(None), seen))
+        for site, index in cut.items():
+            if layer in last.get(site, {}):
+                last = last | {site: last[site] | {layer: last[site][layer][index]}}
+    if LOGITS in last:
+        last = last | {LOGITS: {0: step.logits[None]}}
+    consumed = shown.consumed if step.row else (*shown.consumed[:-1], *(n - after for n in shown.consumed[-1:]))
+    return replace(shown, passes=(*shown.passes[:-1], last), consumed=consumed, keys=keys)

@@ -14,11 +14,12 @@ from kvdrift.models.coverage import Coverage
 from kvdrift.models.load import load
 from kvdrift.models.model import Model
 from kvdrift.models.sites import GLOBAL_SITES, HEAD_SITES, LOGITS, PATTERN, choose_heads, choose_layers, parse_sites
+from kvdrift.tracing.aside import IN_PLACE
 from kvdrift.tracing.seam import AttentionCall, Order, Output, seam
 
 Values = dict[str, dict[int, Tensor]]
 """Site → layer → tensor; sites that exist once sit under layer 0."""
-Where = Literal["current", "all"]
+Where = Literal["current", "all"] | int
 
 
 def hidden(arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Tensor:
@@ -68,10 +69,10 @@ class Tap:
     sites
         Site → layers, or None for all layers that have it.
     where
-        Positions of residual sites, ``q`` and ``z``: ``"current"`` (the last one of the pass, its axis dropped)
-        or ``"all"`` (every one of the pass).
+        Positions of residual sites, ``q`` and ``z``: ``"current"`` (the last one of the pass, its axis dropped),
+        ``"all"`` (every one of the pass), or a number: the last rows, where each may be a step of its own (`at_row`).
     kv_where
-        Positions of ``k`` and ``v``: ``"current"``, or ``"all"`` that the kernel reads.
+        Positions of ``k`` and ``v``: ``"current"``, a number of the last ones, or ``"all"`` that the kernel reads.
     heads
         Query heads to keep, or None for all; ``k`` and ``v`` keep the KV heads that these read.
     copy
@@ -150,10 +151,12 @@ class Tap:
                 stack.enter_context(seam(self.model.hf, self))
             self._stack = stack.pop_all()
         self._active = True
+        IN_PLACE.append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._active = False
+        IN_PLACE[:] = [other for other in IN_PLACE if other is not self]
         self._stack.close()
 
     def _place(self, stack: ExitStack, site: str, layer: int) -> None:
@@ -166,7 +169,7 @@ class Tap:
         def read(tensor: Tensor) -> None:
             if self.enabled:
                 tensor = place.rows(tensor)
-                value = tensor[:, -1].clone() if self.where == "current" else tensor.clone()
+                value = _kept(tensor, 1, self.where).clone()
                 self.values.setdefault(site, {})[layer] = value if scale == 1 else value * scale
 
         if place.kind == "input":
@@ -210,11 +213,44 @@ class Tap:
         if self.heads is not None:
             group = self.model.architecture.n_heads // tensor.shape[1]
             tensor = tensor[:, sorted({head // group for head in self.heads}) if kv else self.heads]
-        if (self.kv_where if kv else self.where) == "current":
-            tensor = tensor[:, :, -1].clone()
-        elif self.copy or not kv:
+        where = self.kv_where if kv else self.where
+        tensor = _kept(tensor, 2, where)
+        if self.copy or not kv or where != "all":
             tensor = tensor.clone()
         self.values.setdefault(site, {})[layer] = tensor
+
+
+def _kept(tensor: Tensor, axis: int, where: Where) -> Tensor:
+    """The positions of a pass that are kept, a view."""
+    if where == "current":
+        return tensor.select(axis, -1)
+    if where == "all":
+        return tensor
+    n = min(where, tensor.shape[axis])
+    return tensor.narrow(axis, tensor.shape[axis] - n, n)
+
+
+def at_row(values: Values, sites: Iterable[str], row: int | slice) -> Values:
+    """What a pass showed, with one of its rows (its axis dropped), or some, at these sites.
+
+    Parameters
+    ----------
+    values
+        Read with ``where="all"`` or a number of rows.
+    sites
+        Those that have the rows that are meant; the others stay as they are.
+    row
+        Which row, counted from the end of the pass: -1 is the last.
+    """
+    chosen = {
+        site: {
+            layer: value[:, :, row] if site in (*HEAD_SITES, PATTERN) else value[:, row]
+            for layer, value in values[site].items()
+        }
+        for site in sites
+        if site in values and site != LOGITS
+    }
+    return values | chosen
 
 
 def _logits(output: Any) -> Tensor:

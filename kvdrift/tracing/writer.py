@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from kvdrift.models.model import Model
 from kvdrift.models.sites import HEAD_SITES
+from kvdrift.tracing.aside import IN_PLACE
 from kvdrift.tracing.seam import AttentionCall, Order, Output, seam
 from kvdrift.tracing.tap import first_tensor, hidden
 
@@ -87,6 +88,7 @@ class SiteEditor:
     def __init__(self, model: Model, sites: Mapping[str, Iterable[int]]) -> None:
         self.model = model
         self.sites = {site: tuple(layers) for site, layers in sites.items()}
+        self.enabled = True
         self._stack = ExitStack()
 
     def edit(self, site: str, layer: int, own: Tensor) -> Tensor:
@@ -107,9 +109,11 @@ class SiteEditor:
             if "z" in self.sites:
                 stack.enter_context(seam(self.model.hf, _OutputWriter(self)))
             self._stack = stack.pop_all()
+        IN_PLACE.append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
+        IN_PLACE[:] = [other for other in IN_PLACE if other is not self]
         self._stack.close()
 
     def _place(self, stack: ExitStack, site: str, layer: int) -> None:
@@ -124,6 +128,8 @@ class SiteEditor:
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
             own = hidden(args, kwargs)
+            if not self.enabled:
+                return None
             if 0 not in own.stride():
                 write(own)
                 return None
@@ -133,7 +139,8 @@ class SiteEditor:
             return tuple(apart if value is own else value for value in args), given
 
         def after(_module: nn.Module, _args: Any, output: Any) -> None:
-            write(first_tensor(output))
+            if self.enabled:
+                write(first_tensor(output))
 
         if place.kind == "input":
             handle = place.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
@@ -145,7 +152,7 @@ class SiteEditor:
         """The link in the attention seam: write what the kernel is about to read."""
         layer = self.model.layer_of[id(call.module)]
         for site, name in (("q", "query"), ("k", "key"), ("v", "value")):
-            if layer in self.sites.get(site, ()):
+            if self.enabled and layer in self.sites.get(site, ()):
                 setattr(call, name, self.edit(site, layer, getattr(call, name)))
         return proceed(call)
 
@@ -229,7 +236,7 @@ class _OutputWriter:
     def __call__(self, call: AttentionCall, proceed: Callable[[AttentionCall], Output]) -> Output:
         output, pattern = proceed(call)
         layer = self.editor.model.layer_of[id(call.module)]
-        if layer not in self.editor.sites["z"]:
+        if not self.editor.enabled or layer not in self.editor.sites["z"]:
             return output, pattern
         own = output.transpose(1, 2)
         changed = self.editor.edit("z", layer, own)

@@ -80,6 +80,10 @@ class Ladder(Saved, Steps, Result):
         """
         return self.rungs[self._place(arm)]
 
+    def has(self, arm: str) -> bool:
+        """Whether there is such an arm, with numbers."""
+        return arm in self.names and self.rung(arm).ran
+
     @property
     def counted(self) -> NDArray[np.bool_]:
         """Steps that count: those from 1 on that a prompt has, bool ``[prompt, step]``."""

@@ -130,6 +130,6 @@ def nothing_followed(result: Fed, what: str = "no step after step 0, the prefill
     return f"The model ended its text {after(early)}{where}: {what}. {way_on(result.notes)}"
 
 
-def other_notes(notes: Sequence[str]) -> list[str]:
-    """The notes beside the one that `way_on` has said already."""
-    return [note for note in notes if note != UNUSED_TEMPLATE]
+def other_notes(notes: Sequence[str], followed: bool | np.bool_) -> list[str]:
+    """The notes of a result, without the one that `way_on` has said already where no step followed."""
+    return [note for note in notes if followed or note != UNUSED_TEMPLATE]

@@ -18,8 +18,6 @@ from kvdrift.statistics.measured import mean_finite
 
 SHARED_ROLES = ("unpatched", "re-roll", "full patch")
 """Arms that all cells share."""
-CELL_ROLES = ("patched", "placebo", "self-patch", "one ulp", "re-rolled patched", "float32 donor")
-"""Arms that a cell has of its own."""
 METRICS = ("logit_l2", "kl")
 
 

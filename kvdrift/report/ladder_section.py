@@ -50,16 +50,16 @@ def tiles(result: Ladder) -> list[Tile]:
     made = [Tile("prompts", str(n), detail)]
     base = result.mean(result.base)
     made.append(Tile(f"KL in {result.base}", number(base.value), f"nats; median over prompts {number(base.median)}"))
-    if _ran(result, "fixed-shape"):
+    if result.has("fixed-shape"):
         same = result.identical("fixed-shape")
         tone = "" if same == 1 else "warn"
         made.append(Tile("fixed shape", percent(same, ""), "of steps with equal logits", tone))
-    if _ran(result, "float32") and result.base != "float32" and result.mean("float32").value > 0 and base.value > 0:
+    if result.has("float32") and result.base != "float32" and result.mean("float32").value > 0 and base.value > 0:
         row = _ratios(result).loc["float32"]
         predicted = decades(1 / row["drift_squared"]) if row["drift_squared"] > 0 else "nothing"
         value = decades(1 / row["kl"])
         made.append(Tile(f"{result.base} to float32", value, f"less KL; the measured drift predicts {predicted}"))
-    if _ran(result, "rounding-floor") and base.value > 0:
+    if result.has("rounding-floor") and base.value > 0:
         row = _ratios(result).loc["rounding-floor"]
         made.append(Tile("reordered sums", times(row["kl"]), "the KL of ON against OFF, without any cache-OFF"))
     return made
@@ -120,10 +120,6 @@ def prompt_table(result: Ladder) -> Table:
         for p, n in enumerate(result.n_steps)
     ]
     return parts.prompt_table(result.prompts, (Column("steps"), Column("KL, nats"), Column("first flip")), values)
-
-
-def _ran(result: Ladder, arm: str) -> bool:
-    return arm in result.names and result.rung(arm).ran
 
 
 def _ratios(result: Ladder) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -34,18 +33,15 @@ def summary(drift: Drift) -> str:
     >>> print(summary(drift).splitlines()[0])
     tiny-llama · float32 · attention sdpa · cache-ON against cache-OFF · 1 prompt, 4 steps
     """
-    return "\n".join([headline(drift), *bullets(reading(drift), _notes(drift))])
+    notes = ending.other_notes(drift.notes, drift.counted.any())
+    return "\n".join([headline(drift), *bullets(reading(drift), notes)])
 
 
 def html(drift: Drift) -> str:
     """The same for Jupyter; every text is escaped."""
-    said = _notes(drift)
+    said = ending.other_notes(drift.notes, drift.counted.any())
     notes = (markup.paragraph("Please note"), markup.listing(said)) if said else ()
     return markup.block(headline(drift), markup.listing(reading(drift)), *notes)
-
-
-def _notes(drift: Drift) -> Sequence[str]:
-    return drift.notes if drift.counted.any() else ending.other_notes(drift.notes)
 
 
 def headline(drift: Drift) -> str:

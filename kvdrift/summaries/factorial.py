@@ -77,9 +77,7 @@ def _reading(result: Factorial) -> list[str]:
 
 
 def _notes(result: Factorial) -> Sequence[str]:
-    if not result.counted.any():
-        return other_notes(result.notes)
-    return () if _mean(result, WHOLE) == 0 else result.notes
+    return () if _mean(result, WHOLE) == 0 else other_notes(result.notes, result.counted.any())
 
 
 def as_dict(result: Factorial) -> dict[str, Any]:

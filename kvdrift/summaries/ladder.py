@@ -35,34 +35,32 @@ def summary(ladder: Ladder) -> str:
     """The headline, one line per arm, the reading, the notes."""
     measured = ladder.counted.any()
     table = columns([COLUMNS, *(cells(ladder, rung) for rung in ladder.rungs)]) if measured else ()
-    notes = ladder.notes if measured else other_notes(ladder.notes)
-    return "\n".join([headline(ladder), *table, *bullets(reading(ladder), notes)])
+    return "\n".join([headline(ladder), *table, *bullets(reading(ladder), other_notes(ladder.notes, measured))])
 
 
 def html(ladder: Ladder) -> str:
     """The same for Jupyter; every text is escaped."""
-    table = markup.table([cells(ladder, rung) for rung in ladder.rungs], COLUMNS)
-    if not ladder.counted.any():
-        return markup.block(headline(ladder), markup.listing([*reading(ladder), *other_notes(ladder.notes)]))
-    return markup.block(headline(ladder), table, markup.listing([*reading(ladder), *ladder.notes]))
+    measured = ladder.counted.any()
+    table = markup.table([cells(ladder, rung) for rung in ladder.rungs if measured], COLUMNS)
+    said = markup.listing([*reading(ladder), *other_notes(ladder.notes, measured)])
+    return markup.block(headline(ladder), table, said)
 
 
 def as_dict(ladder: Ladder) -> dict[str, Any]:
     """A ladder as plain data: NaN (no value) as None, infinity as text."""
-    tables = {"arms": ladder.to_dataframe(), "ratios": ladder.ratios()}
-    found: dict[str, Any] = json_safe(
+    return json_safe(
         {
             "model": ladder.model.model,
             "base": ladder.base,
             "prompts": len(ladder.prompts),
             "steps": ladder.n_steps,
-            **{name: x.to_dict(orient="records") for name, x in tables.items()},
+            "arms": ladder.to_dataframe().to_dict(orient="records"),
+            "ratios": ladder.ratios().to_dict(orient="records"),
             "reading": reading(ladder),
             "notes": ladder.notes,
         },
         none=math.isnan,
     )
-    return found
 
 
 # --- the table
@@ -109,7 +107,7 @@ def reading(ladder: Ladder) -> list[str]:
 
 
 def _fixed_shape(ladder: Ladder) -> list[str]:
-    if not _ran(ladder, "fixed-shape"):
+    if not ladder.has("fixed-shape"):
         return []
     same, steps = ladder.identical("fixed-shape"), int(ladder.counted.sum())
     if same == 1:
@@ -125,7 +123,7 @@ def _fixed_shape(ladder: Ladder) -> list[str]:
 
 def _pair(ladder: Ladder, coarse: str, fine: str) -> list[str]:
     """One step of the ladder, measured and predicted."""
-    if not (_ran(ladder, coarse) and _ran(ladder, fine)):
+    if not (ladder.has(coarse) and ladder.has(fine)):
         return []
     row = _ratio(ladder, fine, coarse)
     if not (row["kl"] > 0 and math.isfinite(row["kl"])):
@@ -145,12 +143,12 @@ def _pair(ladder: Ladder, coarse: str, fine: str) -> list[str]:
 
 def _order(ladder: Ladder) -> list[str]:
     said = []
-    if _ran(ladder, FLOOR) and _moves(ladder, ladder.base):
+    if ladder.has(FLOOR) and _moves(ladder, ladder.base):
         said.append(
             f"Cache-ON against itself with its sums in another order, without any cache-OFF, moves KL by "
             f"{_times(ladder, FLOOR, ladder.base)} what cache-ON against cache-OFF does."
         )
-    if _ran(ladder, "re-roll") and _moves(ladder, ladder.base):
+    if ladder.has("re-roll") and _moves(ladder, ladder.base):
         said.append(
             f"With the sums of both paths reordered alike, KL between them is {_times(ladder, 're-roll', ladder.base)} "
             "that of the usual order."
@@ -160,7 +158,7 @@ def _order(ladder: Ladder) -> list[str]:
 
 def _wide_sums(ladder: Ladder) -> list[str]:
     """Whether the error of accumulating sums is what drifts."""
-    if not (_ran(ladder, "wide-sums") and _moves(ladder, ladder.base)):
+    if not (ladder.has("wide-sums") and _moves(ladder, ladder.base)):
         return []
     same = ladder.identical("wide-sums")
     said = f"With every sum in float64, and every number stored in {ladder.rung('wide-sums').stored} as before, "
@@ -177,7 +175,7 @@ def _parts(ladder: Ladder) -> list[str]:
     """What float32 in one part alone does."""
     found = []
     for rung in ladder.rungs:
-        if rung.ran and ARMS[rung.name].dtype == HALF and _ran(ladder, rung.dtype) and _moves(ladder, rung.dtype):
+        if rung.ran and ARMS[rung.name].dtype == HALF and ladder.has(rung.dtype) and _moves(ladder, rung.dtype):
             what = ARMS[rung.name].what.removeprefix("16 bits, ")
             found.append((rung.dtype, f"{_times(ladder, rung.name, rung.dtype)} with {what}"))
     return [f"Beside {found[0][0]}, KL is {'; '.join(words for _, words in found)}."] if found else []
@@ -188,7 +186,7 @@ def _kernels(ladder: Ladder) -> list[str]:
     found = [
         f"{_times(ladder, name, base)} with {ARMS[name].what}"
         for name in KERNELS
-        if _ran(ladder, name) and _moves(ladder, base) and ladder.twins.get(name) != base
+        if ladder.has(name) and _moves(ladder, base) and ladder.twins.get(name) != base
     ]
     return [f"With another attention kernel KL is {'; '.join(found)}."] if found else []
 
@@ -197,7 +195,7 @@ def _flips(ladder: Ladder) -> list[str]:
     n = int(ladder.counted.any(axis=1).sum())
     said = []
     for arm in dict.fromkeys((ladder.base, "float32", "float64")):
-        if not _ran(ladder, arm):
+        if not ladder.has(arm):
             continue
         steps, prompts, bound = ladder.count(arm, "flip")
         ties = ladder.count(arm, "tie")[0]
@@ -222,10 +220,6 @@ def _few(ladder: Ladder) -> list[str]:
     if _many(ladder):
         return []
     return [f"Fewer than {MIN_PROMPTS} prompts: ratios come without intervals and say little about other prompts."]
-
-
-def _ran(ladder: Ladder, arm: str) -> bool:
-    return arm in ladder.names and ladder.rung(arm).ran
 
 
 def _moves(ladder: Ladder, arm: str) -> bool:

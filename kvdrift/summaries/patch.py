@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -43,11 +42,7 @@ def headline(result: Outcomes) -> str:
 
 def summary(result: PatchResult) -> str:
     """What one patch did, beside its controls."""
-    return "\n".join([headline(result), *sentences(result), *_notes(result)])
-
-
-def _notes(result: PatchResult) -> Sequence[str]:
-    return result.notes if result.counted().any() else other_notes(result.notes)
+    return "\n".join([headline(result), *sentences(result), *other_notes(result.notes, result.counted().any())])
 
 
 def sentences(result: PatchResult) -> list[str]:
@@ -172,7 +167,7 @@ def nothing_written(result: Outcomes, cell: int = 0) -> str:
 
 def html(result: PatchResult) -> str:
     """One patch: every arm in a table, then the sentences of its summary."""
-    said = [*sentences(result), *_notes(result)]
+    said = [*sentences(result), *other_notes(result.notes, result.counted().any())]
     rest = [line for line in said if not line.startswith("mean distance")]
     spans = [span for span in (["written"] if result.ends() else []) + ["after"] if result.counted(steps=span).any()]
     if not spans:

@@ -24,14 +24,4 @@ def short(found: Recovery) -> str:
 
 def recovery_dict(found: Recovery) -> dict[str, Any]:
     """A recovery as a dictionary."""
-    return {
-        "value": found.value,
-        "low": found.low,
-        "high": found.high,
-        "p_value": found.p_value,
-        "standard_error": found.standard_error,
-        "per_prompt": found.per_prompt,
-        "placebo_spread": found.spread,
-        "reference": found.reference,
-        "n": found.n,
-    }
+    return {"placebo_spread" if name == "spread" else name: value for name, value in vars(found).items()}

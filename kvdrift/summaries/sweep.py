@@ -20,16 +20,12 @@ from kvdrift.words.numbers import count
 
 def summary(sweep: Sweep) -> str:
     """The best cells of a sweep, and how they stand to the placebos."""
-    return "\n".join([headline(sweep), *sentences(sweep), *_notes(sweep)])
+    return "\n".join([headline(sweep), *sentences(sweep), *other_notes(sweep.notes, _counts(sweep))])
 
 
 def html(sweep: Sweep) -> str:
     """The same for Jupyter."""
-    return markup.block(headline(sweep), markup.listing([*sentences(sweep), *_notes(sweep)]))
-
-
-def _notes(sweep: Sweep) -> Sequence[str]:
-    return sweep.notes if _counts(sweep) else other_notes(sweep.notes)
+    return markup.block(headline(sweep), markup.listing([*sentences(sweep), *other_notes(sweep.notes, _counts(sweep))]))
 
 
 def _counts(sweep: Sweep) -> bool:

@@ -59,26 +59,14 @@ def interval(
 
 
 def times(value: float) -> str:
-    """A factor.
-
-    Examples
-    --------
-    >>> times(0.95), times(12.3), times(5.4e8), times(float("inf"))
-    ('0.95×', '12×', '5.4e8×', 'infinitely many times')
-    """
+    """A factor, as in ``0.95×``, ``12×`` or ``5.4e8×``."""
     if not math.isfinite(value):
         return "infinitely many times" if value > 0 else number(value)
     return f"{value:.2g}×" if 0.01 <= value < 10 else f"{round(value)}×" if 10 <= value < 1000 else f"{number(value)}×"
 
 
 def decades(factor: float) -> str:
-    """A factor as a power of ten with one digit after the point, or, below 100, as it is.
-
-    Examples
-    --------
-    >>> decades(3.2e6), decades(64.0)
-    ('10^6.5', '64×')
-    """
+    """A factor as a power of ten, as in ``10^6.5``; below 100 as it is."""
     return f"10^{math.log10(factor):.1f}" if factor >= 100 else times(factor)
 
 
@@ -119,13 +107,7 @@ def percent(
 
 
 def points(difference: float, sign: bool = True) -> str:
-    """A difference of shares in percentage points.
-
-    Examples
-    --------
-    >>> points(0.025), points(-0.025), points(0.025, sign=False), points(float("nan"))
-    ('+2.5', '−2.5', '2.5', '–')
-    """
+    """A difference of shares in percentage points, as in ``+2.5``."""
     if math.isnan(difference):
         return "–"
     return f"{100 * difference:{'+' if sign else ''}.1f}".replace("-", "−")
@@ -149,24 +131,12 @@ def signed(value: float, unknown: str = "undefined") -> str:
 
 
 def p_value(p: float) -> str:
-    """A p-value with two digits.
-
-    Examples
-    --------
-    >>> p_value(0.0312), p_value(0.0002), p_value(float("nan"))
-    ('0.031', '< 0.001', '–')
-    """
+    """A p-value with two digits, as in ``0.031`` or ``< 0.001``."""
     return "–" if math.isnan(p) else "< 0.001" if p < 0.001 else f"{p:.2g}"
 
 
 def plural(n: int, noun: str) -> str:
-    """A noun as it follows a count.
-
-    Examples
-    --------
-    >>> plural(1, "step"), plural(0, "step"), plural(2, "strategy")
-    ('step', 'steps', 'strategies')
-    """
+    """A noun as it follows a count: ``step``, ``steps``, ``strategies``."""
     return noun if n == 1 else f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
 
 

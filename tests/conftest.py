@@ -24,6 +24,13 @@ from kvdrift.tracing import seam
 torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(items):
+    """A test has the same name in every process, or pytest-xdist cannot spread it."""
+    for item in items:
+        if " at 0x" in item.nodeid:
+            raise pytest.UsageError(f"{item.nodeid} holds an address in memory: give ids= that say which case it is.")
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_hooked():
     """After every test the attention tables are nobody's."""

@@ -192,7 +192,10 @@ class Fixed(WithFork):
     model = property(lambda self: None)
 
 
-@pytest.mark.parametrize("path", [Frozen(), Plain(), Told(), kd.CacheOn(), kd.CacheOff(label="x")], ids=repr)
+PATHS = (Frozen(), Plain(), Told(), kd.CacheOn(), kd.CacheOff(label="x"))
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: type(path).__name__)
 def test_the_same_path_on_another_model(path, tiny_model):
     model, whole = tiny_model(), check_path(path, "a")
     other = whole.with_model(model)

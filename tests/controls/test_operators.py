@@ -7,6 +7,7 @@ from kvdrift.controls import matmul_float32, reroll, row_tiles, wide_sums
 from kvdrift.controls.operators import (
     EXACT,
     KINDS,
+    PLACES,
     TABLE,
     Kind,
     Use,
@@ -58,6 +59,18 @@ def test_a_choice_is_by_name_before_kind_and_none_is_idle():
         by_kind(Use.RE_ROLL, {**kinds, "cumsum": "name"})
     with pytest.raises(LookupError):
         by_kind(Use.RE_ROLL, {Kind.PRODUCT: "kind"})
+
+
+@pytest.mark.parametrize("op", PLACES, ids=str)
+def test_places_are_those_of_the_schema(op):
+    (row,) = (row for row in TABLE if op in by_operator(dict.fromkeys(row.names)))
+    names = [argument.name for argument in op._schema.arguments]
+    if row.kind is Kind.PRODUCT:
+        assert row.place == int("beta" in names)
+    elif row.kind in (Kind.REDUCTION, Kind.RUNNING, Kind.SOFTMAX):
+        assert row.place == (names.index("dim") if "dim" in names else None)
+    else:
+        assert row.place is None
 
 
 def test_the_place_of_the_axes():

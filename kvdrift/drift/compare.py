@@ -11,10 +11,10 @@ from typing import Any, Literal
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from kvdrift.drift.assemble import concatenate
 from kvdrift.drift.job import Job
 from kvdrift.drift.result import Drift
 from kvdrift.drift.resume import FinishedPrompts
+from kvdrift.drift.stacking import concatenate
 from kvdrift.errors import InputError
 from kvdrift.fingerprint import one_job
 from kvdrift.models.ending import template_notes

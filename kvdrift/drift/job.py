@@ -13,10 +13,10 @@ from torch import Tensor
 
 from kvdrift import provenance
 from kvdrift.controls.precision import cast_copy
-from kvdrift.drift.assemble import one_prompt
 from kvdrift.drift.layout import layers_name
 from kvdrift.drift.lockstep import Lockstep, Plan
 from kvdrift.drift.result import Drift
+from kvdrift.drift.stacking import one_prompt
 from kvdrift.errors import InputError, SiteError
 from kvdrift.models.ending import stops
 from kvdrift.models.labels import Prompt

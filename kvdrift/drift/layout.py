@@ -7,6 +7,8 @@ import numpy as np
 from kvdrift.errors import SiteError
 from kvdrift.models.sites import BLOCK_SITES, HEAD_SITES
 
+Arrays = dict[str, np.ndarray]
+"""Name → array."""
 RESIDUAL_SITES = ("embed", *BLOCK_SITES, "final_norm")
 """In the order of the forward pass."""
 FLOORS = ("floor", "local_floor")
@@ -66,7 +68,7 @@ class Views:
     chosen, ``n_steps [prompt]`` how many steps were walked.
     """
 
-    arrays: dict[str, np.ndarray]
+    arrays: Arrays
 
     @property
     def steps(self) -> np.ndarray:

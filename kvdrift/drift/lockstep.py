@@ -12,9 +12,11 @@ from torch import Tensor
 
 from kvdrift.bits import same_bits
 from kvdrift.controls.reroll import ReRoll
-from kvdrift.drift import measure
-from kvdrift.drift.measure import Arrays, Reading, pad_stack
+from kvdrift.drift import step_metrics
+from kvdrift.drift.layout import Arrays, prompt_axis
 from kvdrift.drift.metrics import kl_divergence, logit_metrics
+from kvdrift.drift.stacking import pad_stack
+from kvdrift.drift.step_metrics import Reading
 from kvdrift.models.head import Float32Head
 from kvdrift.models.model import Model
 from kvdrift.models.sites import BLOCK_SITES, GLOBAL_SITES
@@ -110,7 +112,7 @@ class Lockstep:
     model
         The model they run, unless they have their own.
     plan
-        What to measure.
+        What to step_metrics.
 
     Attributes
     ----------
@@ -233,22 +235,22 @@ class Lockstep:
         found |= self._floor(walk.floors, a, token)
         for name, reading in zip(("self_a", "self_b"), readings, strict=True):
             if name in walk.before:  # this step's K/V against the same path's previous step, where both read
-                found |= _under(name, _rel_l2(measure.kv_metrics(reading, walk.before[name], plan.kv)))
+                found |= _under(name, _rel_l2(step_metrics.kv_metrics(reading, walk.before[name], plan.kv)))
             if plan.self_drift:
                 walk.before[name] = reading
         found["top1_a"], found["top1_b"] = (np.array(int(x.logits.argmax())) for x in (a, b))
         walk.steps.append(found)
         if number % plan.kv_every == 0 and plan.kv:
-            walk.kept[number] = measure.kv_positions(*readings, plan.kv)
+            walk.kept[number] = step_metrics.kv_positions(*readings, plan.kv)
         return a.logits, b.logits
 
     def _drift(self, walk: _Walk, a: Shown, b: Shown, reading_a: Reading, reading_b: Reading) -> Arrays:
         plan, device = self.plan, a.logits.device
-        found = measure.residual_metrics(a.values, b.values, plan.residual, device)
+        found = step_metrics.residual_metrics(a.values, b.values, plan.residual, device)
         if any(np.isnan(values).any() for values in _rel_l2(found).values()):
             raise walk.a.nonfinite()
-        found |= measure.head_metrics(a.values, b.values, plan.queries)
-        found |= measure.kv_metrics(reading_a, reading_b, plan.kv)
+        found |= step_metrics.head_metrics(a.values, b.values, plan.queries)
+        found |= step_metrics.kv_metrics(reading_a, reading_b, plan.kv)
         logits = logit_metrics(a.logits, b.logits.to(device))
         if (kl := self._kl_float32_head(a, b)) is not None:
             logits["kl_float32_head"] = kl
@@ -273,7 +275,7 @@ class Lockstep:
         rows: list[Arrays] = []
         for stepper in floors:
             shown = stepper.step(token)
-            row = measure.residual_metrics(shown.values, a.values, self.plan.floored, a.logits.device)
+            row = step_metrics.residual_metrics(shown.values, a.values, self.plan.floored, a.logits.device)
             logits = logit_metrics(shown.logits, a.logits)
             rows.append(_rel_l2(row) | {f"logits/{name}": logits[name].cpu().numpy() for name in FLOOR_LOGITS})
             del shown
@@ -296,8 +298,8 @@ class Lockstep:
         own, *reordered = outputs
         device = b.logits.device
         reference = {site: {layer: b.values[site][layer] for layer in plan.local_layers} for site in plan.local_sites}
-        found = _under("local", measure.residual_metrics(own, reference, plan.local_sites, device))
-        rows = [_rel_l2(measure.residual_metrics(other, own, plan.local_sites, device)) for other in reordered]
+        found = _under("local", step_metrics.residual_metrics(own, reference, plan.local_sites, device))
+        rows = [_rel_l2(step_metrics.residual_metrics(other, own, plan.local_sites, device)) for other in reordered]
         return found | _stack_seeds("local_floor", rows)
 
     # --- results
@@ -306,7 +308,7 @@ class Lockstep:
         names = dict.fromkeys(name for step in steps for name in step)
         arrays = {name: pad_stack(_filled(steps, name)) for name in names}
         for name in names:
-            if name.startswith(("floor/", "local_floor/")):
+            if prompt_axis(name) == 1:  # seeds stand first
                 arrays[name] = np.moveaxis(arrays[name], 1, 0)
         arrays["steps"] = np.arange(len(steps)) * self.plan.every
         arrays["fed"] = np.array(fed)

@@ -9,7 +9,7 @@ from statistics import median
 
 from kvdrift.controls import Control
 from kvdrift.controls.reroll import ReRoll
-from kvdrift.evaluation.trial import Plan
+from kvdrift.evaluation.trial import Design
 from kvdrift.models.model import Model
 from kvdrift.paths.path import Path
 
@@ -41,12 +41,12 @@ class Cost:
         )
 
 
-def estimate(model: Model, plan: Plan, prompts: Sequence[Sequence[int]], gold_tokens: Sequence[int]) -> Cost:
+def estimate(model: Model, design: Design, prompts: Sequence[Sequence[int]], gold_tokens: Sequence[int]) -> Cost:
     """Time a few steps of each path and multiply.
 
     Parameters
     ----------
-    model, plan
+    model, design
         What will run.
     prompts
         Ids of the items that are still to run.
@@ -59,18 +59,18 @@ def estimate(model: Model, plan: Plan, prompts: Sequence[Sequence[int]], gold_to
     """
     if not prompts:
         return Cost(0, 0, 0.0)
-    texts = len(plan.strategies) * len(plan.seeds)
-    per_item = texts * plan.max_new_tokens + (sum(gold_tokens) / len(gold_tokens) if gold_tokens else 0)
+    texts = len(design.strategies) * len(design.seeds)
+    per_item = texts * design.max_new_tokens + (sum(gold_tokens) / len(gold_tokens) if gold_tokens else 0)
     middle = sorted(prompts, key=len)[len(prompts) // 2]
-    end = int(median(map(len, prompts)) + plan.max_new_tokens)
+    end = int(median(map(len, prompts)) + design.max_new_tokens)
     limit = model.architecture.max_positions
     longest = [middle[i % len(middle)] for i in range(end if limit is None else min(end, limit - WARM - TIMED))]
     seconds = 0.0
-    arms: list[tuple[Path, Control | None, int]] = [(plan.a, None, 1), (plan.b, None, 1)]
-    arms += [(plan.a, ReRoll(seed), len(plan.null)) for seed in plan.null[:1]]
+    arms: list[tuple[Path, Control | None, int]] = [(design.a, None, 1), (design.b, None, 1)]
+    arms += [(design.a, ReRoll(seed), len(design.null)) for seed in design.null[:1]]
     for path, extra, times in arms:
         seconds += times * _step_seconds(model, path, longest, extra) * per_item * len(prompts)
-    return Cost(len(prompts), round((2 + len(plan.null)) * per_item * len(prompts)), seconds)
+    return Cost(len(prompts), round((2 + len(design.null)) * per_item * len(prompts)), seconds)
 
 
 def _step_seconds(model: Model, path: Path, ids: list[int], extra: Control | None) -> float:

@@ -24,7 +24,7 @@ from kvdrift.evaluation.records import ItemRecord
 from kvdrift.evaluation.result import Evaluation
 from kvdrift.evaluation.strategies import Strategy, parse
 from kvdrift.evaluation.task import Item, Task
-from kvdrift.evaluation.trial import ItemRunner, Plan
+from kvdrift.evaluation.trial import Design, ItemRunner
 from kvdrift.fingerprint import one_job
 from kvdrift.models.load import load
 from kvdrift.models.model import Model
@@ -137,7 +137,7 @@ def evaluate(
     """
     model = load(model, quiet=not progress)
     task = _task(model, task)
-    plan = Plan(
+    design = Design(
         task=task,
         a=CacheOn() if a is None else check_path(a, "a"),
         b=CacheOff() if b is None else check_path(b, "b"),
@@ -150,17 +150,17 @@ def evaluate(
         ignore_eos=ignore_eos,
     )
     items = _items(task, limit)
-    prompts = _fitting(model, plan, items)
+    prompts = _fitting(model, design, items)
     run_on = engine_of(engine, workers=workers, threads=threads, address=address)
-    settings = _settings(model, plan, run_on.threads)
+    settings = _settings(model, design, run_on.threads)
     with pinned(run_on.threads):
-        whole = settings if store is None else settings | kept_with(*plan.models(model))
+        whole = settings if store is None else settings | kept_with(*design.models(model))
     with Store(store, "evaluation", whole) as kept:
-        found = {item.id: _record(kept, plan, item, prompts[item.id][0]) for item in items if item.id in kept.done}
+        found = {item.id: _record(kept, design, item, prompts[item.id][0]) for item in items if item.id in kept.done}
         missing = {item.id: item for item in items if item.id not in found}
         if progress and missing:
-            print(f"kvdrift: {_cost(model, plan, missing, prompts)}", file=sys.stderr)
-        worker = _worker(model, plan, engine)
+            print(f"kvdrift: {_cost(model, design, missing, prompts)}", file=sys.stderr)
+        worker = _worker(model, design, engine)
         with tqdm(
             total=len(items), initial=len(items) - len(missing), desc="evaluate", unit="item", disable=not progress
         ) as bar:
@@ -169,9 +169,9 @@ def evaluate(
                 found[key] = from_plain(ItemRecord, kept.done[key])
                 bar.update()
         records = tuple(found[item.id] for item in items)
-    longest = max(len(ids) + max(plan.max_new_tokens, n_gold) for ids, n_gold in prompts.values())
-    said = (*path_notes(model, (plan.a, plan.b), longest), *notes(model, plan.task, items, records))
-    return _result(model, plan, records, settings, said)
+    longest = max(len(ids) + max(design.max_new_tokens, n_gold) for ids, n_gold in prompts.values())
+    said = (*path_notes(model, (design.a, design.b), longest), *notes(model, design.task, items, records))
+    return _result(model, design, records, settings, said)
 
 
 # --- arguments
@@ -253,7 +253,7 @@ def _items(task: Task, limit: int | None) -> list[Item]:
     return items
 
 
-def _fitting(model: Model, plan: Plan, items: Sequence[Item]) -> dict[str, tuple[list[int], int]]:
+def _fitting(model: Model, design: Design, items: Sequence[Item]) -> dict[str, tuple[list[int], int]]:
     """Every item's prompt ids and the length of its gold text, once all are known to fit.
 
     Raises
@@ -261,17 +261,17 @@ def _fitting(model: Model, plan: Plan, items: Sequence[Item]) -> dict[str, tuple
     InputError
         If an item's prompt is empty, no text for this model, or too long.
     """
-    runner, found = ItemRunner(model, plan), {}
+    runner, found = ItemRunner(model, design), {}
     for item in items:
         try:
             ids = model.encode(item.prompt, item.chat)
             n_gold = len(runner.gold_ids(item, ids))
-            for each in (plan.a.model or model, plan.b.model or model):
-                each.check_length(len(ids), max(plan.max_new_tokens, n_gold))
-            for path in (plan.a, plan.b):
-                check_room(path, runner.model, len(ids) + max(plan.max_new_tokens, n_gold) - 1)
+            for each in (design.a.model or model, design.b.model or model):
+                each.check_length(len(ids), max(design.max_new_tokens, n_gold))
+            for path in (design.a, design.b):
+                check_room(path, runner.model, len(ids) + max(design.max_new_tokens, n_gold) - 1)
         except InputError as error:
-            raise InputError(f"Item {item.id!r} of {plan.task.name}: {error}") from error
+            raise InputError(f"Item {item.id!r} of {design.task.name}: {error}") from error
         found[item.id] = (ids, n_gold)
     return found
 
@@ -279,9 +279,9 @@ def _fitting(model: Model, plan: Plan, items: Sequence[Item]) -> dict[str, tuple
 # --- what runs
 
 
-def _settings(model: Model, plan: Plan, threads: int) -> dict[str, Any]:
+def _settings(model: Model, design: Design, threads: int) -> dict[str, Any]:
     """Everything that decides a record, beside the item."""
-    models = plan.models(model)
+    models = design.models(model)
     with pinned(threads):
         here = comparable(any(each.device.type == "cuda" for each in models))
     settings = {
@@ -290,28 +290,28 @@ def _settings(model: Model, plan: Plan, threads: int) -> dict[str, Any]:
             "weights": [each.fingerprint for each in models],
             "driver": [each.backend.driver for each in models],
         },
-        "a": path_settings(plan.a, model),
-        "b": path_settings(plan.b, model),
+        "a": path_settings(design.a, model),
+        "b": path_settings(design.b, model),
         "task": {
-            "name": plan.task.name,
-            "type": settings_of(type(plan.task)),
-            **settings_of(dict(plan.task.settings())),
+            "name": design.task.name,
+            "type": settings_of(type(design.task)),
+            **settings_of(dict(design.task.settings())),
         },
-        "strategies": [strategy.label for strategy in plan.strategies],
-        "sampling": [settings_of(strategy) for strategy in plan.strategies],
-        "seeds": list(plan.seeds),
-        "null": list(plan.null),
-        "max_new_tokens": plan.max_new_tokens,
-        "gold": plan.gold,
-        "stop_at_divergence": plan.stop_at_divergence,
-        "ignore_eos": plan.ignore_eos,
+        "strategies": [strategy.label for strategy in design.strategies],
+        "sampling": [settings_of(strategy) for strategy in design.strategies],
+        "seeds": list(design.seeds),
+        "null": list(design.null),
+        "max_new_tokens": design.max_new_tokens,
+        "gold": design.gold,
+        "stop_at_divergence": design.stop_at_divergence,
+        "ignore_eos": design.ignore_eos,
         **here,
     }
     as_json: dict[str, Any] = json.loads(json.dumps(settings))
     return as_json
 
 
-def _record(kept: Store, plan: Plan, item: Item, ids: Sequence[int]) -> ItemRecord:
+def _record(kept: Store, design: Design, item: Item, ids: Sequence[int]) -> ItemRecord:
     """The record of an item that was finished before.
 
     Raises
@@ -321,12 +321,12 @@ def _record(kept: Store, plan: Plan, item: Item, ids: Sequence[int]) -> ItemReco
     """
     try:
         record: ItemRecord = from_plain(ItemRecord, kept.done[item.id])
-        cells = [(strategy.label, seed) for strategy in plan.strategies for seed in plan.seeds]
+        cells = [(strategy.label, seed) for strategy in design.strategies for seed in design.seeds]
         answers = [answer for trial in record.trials for answer in (trial.a, trial.b, *trial.null)]
         whole = (
             record.item == item.id
             and [(trial.strategy, trial.seed) for trial in record.trials] == cells
-            and all(len(trial.null) == len(plan.null) for trial in record.trials)
+            and all(len(trial.null) == len(design.null) for trial in record.trials)
             and all(isinstance(token, int) for answer in answers for token in answer.tokens)
         )
     except (FileError, KeyError, TypeError, ValueError, AttributeError):
@@ -344,18 +344,18 @@ def _record(kept: Store, plan: Plan, item: Item, ids: Sequence[int]) -> ItemReco
     return record
 
 
-def _cost(model: Model, plan: Plan, items: Mapping[str, Item], prompts: Mapping[str, tuple[list[int], int]]) -> str:
+def _cost(model: Model, design: Design, items: Mapping[str, Item], prompts: Mapping[str, tuple[list[int], int]]) -> str:
     chosen = [prompts[name] for name in items]
-    return str(estimate(model, plan, [ids for ids, _ in chosen], [n_gold for _, n_gold in chosen]))
+    return str(estimate(model, design, [ids for ids, _ in chosen], [n_gold for _, n_gold in chosen]))
 
 
-def _worker(model: Model, plan: Plan, engine: str) -> Callable[[], ItemRunner]:
+def _worker(model: Model, design: Design, engine: str) -> Callable[[], ItemRunner]:
     """What makes an item runner in the process that runs the items."""
     if engine == "local":
-        return partial(ItemRunner, model, plan)
+        return partial(ItemRunner, model, design)
     from kvdrift.runs.ship import pack
 
-    return partial(_unpacked, pack((model, plan)))  # a path may have a model of its own
+    return partial(_unpacked, pack((model, design)))  # a path may have a model of its own
 
 
 def _unpacked(packed: Any) -> ItemRunner:
@@ -363,20 +363,20 @@ def _unpacked(packed: Any) -> ItemRunner:
 
 
 def _result(
-    model: Model, plan: Plan, records: tuple[ItemRecord, ...], settings: dict[str, Any], said: tuple[str, ...]
+    model: Model, design: Design, records: tuple[ItemRecord, ...], settings: dict[str, Any], said: tuple[str, ...]
 ) -> Evaluation:
-    one, two = plan.a.model or model, plan.b.model or model
+    one, two = design.a.model or model, design.b.model or model
     answers = [answer for record in records for trial in record.trials for answer in (trial.a, trial.b, *trial.null)]
     seen = sorted({token for answer in answers for token in answer.tokens})
     return Evaluation(
-        a=path_info(plan.a, one),
-        b=path_info(plan.b, two),
+        a=path_info(design.a, one),
+        b=path_info(design.b, two),
         architecture=one.architecture,
-        task=plan.task.name,
-        strategies=tuple(strategy.label for strategy in plan.strategies),
-        seeds=plan.seeds,
-        max_new_tokens=plan.max_new_tokens,
-        replicates=len(plan.null),
+        task=design.task.name,
+        strategies=tuple(strategy.label for strategy in design.strategies),
+        seeds=design.seeds,
+        max_new_tokens=design.max_new_tokens,
+        replicates=len(design.null),
         records=records,
         token_texts={token: model.token_text(token) for token in seen},
         settings=settings,

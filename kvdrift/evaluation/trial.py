@@ -26,7 +26,7 @@ from kvdrift.provenance import prompt_hash
 
 
 @dataclass(frozen=True)
-class Plan:
+class Design:
     """What is run for every item.
 
     Attributes
@@ -83,12 +83,12 @@ class ItemRunner:
     ----------
     model
         The model given to the verb.
-    plan
+    design
         What to run.
     """
 
-    def __init__(self, model: Model, plan: Plan) -> None:
-        self.model, self.plan = model, plan
+    def __init__(self, model: Model, design: Design) -> None:
+        self.model, self.design = model, design
 
     def __call__(self, item: Item) -> dict:
         """The record of one item, as JSON holds it.
@@ -98,11 +98,11 @@ class ItemRunner:
         NonFiniteError
             If a path gives logits that are not finite.
         """
-        plan, ids = self.plan, self.model.encode(item.prompt, item.chat)
+        design, ids = self.design, self.model.encode(item.prompt, item.chat)
         gold_ids = self.gold_ids(item, ids)
-        texts_a, gold_a = self._path(plan.a, item, ids, gold_ids, None)
-        texts_b, gold_b = self._path(plan.b, item, ids, gold_ids, texts_a)
-        nulls = [self._path(plan.a, item, ids, gold_ids, texts_a, ReRoll(seed)) for seed in plan.null]
+        texts_a, gold_a = self._path(design.a, item, ids, gold_ids, None)
+        texts_b, gold_b = self._path(design.b, item, ids, gold_ids, texts_a)
+        nulls = [self._path(design.a, item, ids, gold_ids, texts_a, ReRoll(seed)) for seed in design.null]
         trials = tuple(
             Trial(
                 strategy.label,
@@ -125,7 +125,7 @@ class ItemRunner:
 
         Prompt and gold text are tokenized together where that leaves the prompt's own tokens as they are.
         """
-        if item.gold is None or not self.plan.gold or not isinstance(item.prompt, str):
+        if item.gold is None or not self.design.gold or not isinstance(item.prompt, str):
             return []
         together = self.model.encode(item.prompt + item.gold) if not item.chat else []
         if together[: len(ids)] == ids:
@@ -133,7 +133,7 @@ class ItemRunner:
         return list(self.model.tokenizer(item.gold, add_special_tokens=False)["input_ids"])
 
     def _cells(self) -> Iterator[tuple[Strategy, int]]:
-        return ((strategy, seed) for strategy in self.plan.strategies for seed in self.plan.seeds)
+        return ((strategy, seed) for strategy in self.design.strategies for seed in self.design.seeds)
 
     # --- running
 
@@ -184,14 +184,14 @@ class ItemRunner:
 
     def _ends(self, text: _Text, other: _Text | None) -> bool:
         """Whether the text is finished; notes why, and what it says."""
-        watched = other if self.plan.stop_at_divergence else None
+        watched = other if self.design.stop_at_divergence else None
         if watched is not None and text.tokens[-1] != watched.tokens[len(text.tokens) - 1]:
             text.stop = "diverged"
-        elif text.tokens[-1] in stops(self.model, self.plan.ignore_eos):
+        elif text.tokens[-1] in stops(self.model, self.design.ignore_eos):
             text.stop = "eos"
         elif self._cut(text) is not None:
             text.stop = "stop string"
-        elif len(text.tokens) < self.plan.max_new_tokens:
+        elif len(text.tokens) < self.design.max_new_tokens:
             return False
         text.text = self._decode(text.tokens)
         if (end := self._cut(text)) is not None:
@@ -200,10 +200,10 @@ class ItemRunner:
 
     def _cut(self, text: _Text) -> int | None:
         """Where the first stop string begins, or None."""
-        if self.model.tokenizer is None or not self.plan.task.stop:
+        if self.model.tokenizer is None or not self.design.task.stop:
             return None
         whole = self._decode(text.tokens)
-        found = [place for place in map(whole.find, self.plan.task.stop) if place >= 0]
+        found = [place for place in map(whole.find, self.design.task.stop) if place >= 0]
         return min(found, default=None)
 
     # --- text
@@ -216,7 +216,7 @@ class ItemRunner:
     # --- records
 
     def _answer(self, text: _Text, item: Item, scored: bool) -> dict:
-        found = self.plan.task.score(text.text, item) if scored else None
+        found = self.design.task.score(text.text, item) if scored else None
         return {
             "tokens": tuple(text.tokens),
             "text": text.text,
@@ -235,7 +235,7 @@ class ItemRunner:
         digests = zip(a.digests, text.digests, strict=False)
         unequal = next((step for step, (x, y) in enumerate(digests) if x != y), None)
         margins = None if divergence is None else (a.margins[divergence], text.margins[divergence])
-        answer = self._answer(text, item, scored=not self.plan.stop_at_divergence)
+        answer = self._answer(text, item, scored=not self.design.stop_at_divergence)
         return Compared(**answer, divergence=divergence, unequal=unequal, margins=margins)
 
 

@@ -1,4 +1,4 @@
-"""From a patch and two moments to the blocks that are written at one step."""
+"""From a patch and two states to the blocks that are written at one step."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 from kvdrift.errors import InputError, SiteError
 from kvdrift.models.model import Model
 from kvdrift.models.sites import GLOBAL_SITES
-from kvdrift.patching.moment import Moment
 from kvdrift.patching.spec import Patch
+from kvdrift.patching.state import State
 from kvdrift.tracing.writer import Block, Index, as_index, slots
 
 Held = Callable[[int], Sequence[int]]
@@ -40,21 +40,21 @@ class Absent:
 
 
 @dataclass(frozen=True)
-class Given:
+class Replacement:
     """A block with the recipient's own values beside the donor's.
 
     Attributes
     ----------
     block
         Holds the donor's values.
-    own
+    before
         The unpatched recipient's values there, of the same shape.
     into_cache
         Whether it overwrites the cache (else it is written in the pass).
     """
 
     block: Block
-    own: Tensor
+    before: Tensor
     into_cache: bool
 
 
@@ -105,8 +105,8 @@ def check(patch: Patch, model: Model, n_positions: int, n_steps: int) -> None:
 
 
 def gather(
-    patch: Patch, model: Model, own: Moment, donor: Moment, held: Held | None, step: int
-) -> tuple[list[Given], list[Absent]]:
+    patch: Patch, model: Model, own: State, donor: State, held: Held | None, step: int
+) -> tuple[list[Replacement], list[Absent]]:
     """The blocks that ``patch`` writes at one step, and the named positions that it cannot.
 
     Parameters
@@ -129,7 +129,7 @@ def gather(
     """
     if patch.write == "cache" and held is None:
         raise InputError("write='cache' needs a recipient with a cache, such as kd.CacheOn(); use write='read'.")
-    blocks: list[Given] = []
+    blocks: list[Replacement] = []
     absent: list[Absent] = []
     into_cache = patch.is_kv and patch.write != "read" and patch.positions != "all" and held is not None
     for site in patch.sites:
@@ -162,7 +162,7 @@ def gather(
             heads: Index = slice(None) if patch.heads is None else as_index(patch.heads)
             mine, theirs = _at(mine, heads, slots(both, own_rows)), _at(theirs, heads, slots(both, donor_rows))
             block = Block(site, layer, heads, both, theirs.to(mine.device, mine.dtype))
-            blocks.append(Given(block, mine, into_cache))
+            blocks.append(Replacement(block, mine, into_cache))
     return blocks, absent
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from kvdrift.patching.measure import FLOATS
+from kvdrift.patching.arm_metrics import FLOATS
 from kvdrift.patching.patch import one_prompt
 from kvdrift.patching.setup import Setup
 from kvdrift.patching.spec import Cell
-from kvdrift.patching.walk import Plan, Rows, Walk
+from kvdrift.patching.walk import Company, Rows, Walk
 from kvdrift.runs.ship import Packed
 
 NUMBERS = (*FLOATS, "top1")
@@ -50,17 +50,21 @@ class GroupRunner:
 
     Parameters
     ----------
-    setup, cells, plan
+    setup, cells, company
         The sweep.
     tick
         Called with the number of cells of a group after each of its steps.
     """
 
     def __init__(
-        self, setup: Setup, cells: Sequence[Cell], plan: Plan, tick: Callable[[int], object] = lambda n: None
+        self,
+        setup: Setup,
+        cells: Sequence[Cell],
+        company: Company,
+        tick: Callable[[int], object] = lambda n: None,
     ) -> None:
         self.setup, self.cells, self.tick = setup, dict(enumerate(cells)), tick
-        self.walk = Walk(setup.model, setup.donor, setup.recipient, plan, setup.trace(0))
+        self.walk = Walk(setup.model, setup.donor, setup.recipient, company, setup.trace(0))
 
     def __call__(self, group: Group) -> dict[str, dict[str, Any]]:
         """Records by their keys in the store: one per cell, and one of the shared arms if they ran."""
@@ -88,9 +92,9 @@ class GroupRunner:
         self.walk.close()
 
 
-def unpack_runner(packed: Packed[Setup], cells: Sequence[Cell], plan: Plan, **tick: Any) -> GroupRunner:
+def unpack_runner(packed: Packed[Setup], cells: Sequence[Cell], company: Company, **tick: Any) -> GroupRunner:
     """The runner of a sweep whose models may have travelled."""
-    return GroupRunner(packed.unpack(), cells, plan, **tick)
+    return GroupRunner(packed.unpack(), cells, company, **tick)
 
 
 def rows_of(kept: Kept, prompt: int, n_cells: int) -> Rows:

@@ -12,17 +12,17 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from kvdrift.bits import same_bits
-from kvdrift.drift.measure import pad_stack
 from kvdrift.drift.metrics import kl_divergence, logit_l2
+from kvdrift.drift.stacking import pad_stack
 from kvdrift.errors import SiteError
 from kvdrift.fingerprint import one_job
 from kvdrift.models.model import Model
 from kvdrift.patching.blocks import gather
 from kvdrift.patching.factorial_result import METRICS, PAIRS, Factorial
-from kvdrift.patching.moment import Moment, moment
 from kvdrift.patching.noise import generator, nudged
 from kvdrift.patching.setup import Setup, read
 from kvdrift.patching.spec import Patch
+from kvdrift.patching.state import State, state
 from kvdrift.paths.cache_off import CacheOff
 from kvdrift.paths.cache_on import CacheOn
 from kvdrift.paths.path import Path
@@ -130,7 +130,7 @@ def _one_prompt(setup: Setup, number: int, on: Model, off: Model, seed: int, bar
             token = tokens[-1] if step else None
             with ExitStack() as before:
                 forks = [] if token is None else [before.enter_context(x.fork()) for x in (a, b)]
-                y00, y11 = moment(b.step(token)), moment(a.step(token))
+                y00, y11 = state(b.step(token)), state(a.step(token))
                 crossed = {"y10": y11.logits, "y01": y00.logits, "ulp1": y11.logits, "ulp0": y00.logits}
                 if token is not None:
                     at_on, at_off = forks
@@ -150,13 +150,13 @@ def _one_prompt(setup: Setup, number: int, on: Model, off: Model, seed: int, bar
     return found | {"fed": np.array(tokens[len(ids) :])}
 
 
-def _crossed(model: Model, at: Stepper, token: int, own: Moment, other: Moment, writer: Writer) -> Tensor:
+def _crossed(model: Model, at: Stepper, token: int, own: State, other: State, writer: Writer) -> Tensor:
     """One step from ``at`` that reads the other path's past K/V."""
     given, _ = gather(PAST, model, own, other, None, 0)
     return _step(at, token, own, writer, [entry.block for entry in given])
 
 
-def _nudged(model: Model, at: Stepper, token: int, own: Moment, writer: Writer, key: tuple[int, int]) -> Tensor:
+def _nudged(model: Model, at: Stepper, token: int, own: State, writer: Writer, key: tuple[int, int]) -> Tensor:
     """One step from ``at`` that reads its own past K/V with one entry moved by one ulp: the first of `DRAWS` random
     entries whose move changes a bit of the logits, or the last."""
     given, _ = gather(PAST, model, own, own, None, 0)
@@ -170,7 +170,7 @@ def _nudged(model: Model, at: Stepper, token: int, own: Moment, writer: Writer, 
     return logits
 
 
-def _step(at: Stepper, token: int, own: Moment, writer: Writer, blocks: list[Block]) -> Tensor:
+def _step(at: Stepper, token: int, own: State, writer: Writer, blocks: list[Block]) -> Tensor:
     """One step of a fork of ``at`` with ``blocks`` written."""
     writer.load(blocks)
     with at.fork() as fork, writer:

@@ -10,15 +10,15 @@ import numpy as np
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from kvdrift.drift.measure import pad_stack
+from kvdrift.drift.stacking import pad_stack
 from kvdrift.fingerprint import one_job
-from kvdrift.patching.measure import FLOATS
-from kvdrift.patching.moment import Moment
+from kvdrift.patching.arm_metrics import FLOATS
 from kvdrift.patching.outcome import Arm
 from kvdrift.patching.result import PatchResult
 from kvdrift.patching.setup import Setup, read
 from kvdrift.patching.spec import Cell, Patch, as_cell
-from kvdrift.patching.walk import Plan, Rows, Walk
+from kvdrift.patching.state import State
+from kvdrift.patching.walk import Company, Rows, Walk
 from kvdrift.paths.path import Path
 from kvdrift.paths.sampling import greedy
 from kvdrift.paths.stepper import started
@@ -109,7 +109,7 @@ def patch(
     )  # fmt: skip
     cell = as_cell(patches)
     trajectories = trajectories and setup.follow is None
-    walk = Walk(setup.model, setup.donor, setup.recipient, Plan(placebos, controls, controls, seed), setup.trace(0))
+    walk = Walk(setup.model, setup.donor, setup.recipient, Company(placebos, controls, controls, seed), setup.trace(0))
     try:
         arms = [*walk.shared_arms(), *walk.cell_arms(0)]
         for prompt, length in zip(setup.prompts, setup.lengths, strict=True):
@@ -139,7 +139,7 @@ def one_prompt(
     """The arms of some cells over one prompt, on the donor's tokens or those given."""
     walk.trace = setup.trace(number)
 
-    def choose(donor: Moment, patched: Tensor, step: int) -> int:
+    def choose(donor: State, patched: Tensor, step: int) -> int:
         return greedy(donor.logits, step) if setup.follow is None else setup.follow[number][step]
 
     return walk.over(setup.prompts[number].ids, cells, arms, choose, setup.lengths[number], setup.stop, tick)

@@ -19,7 +19,7 @@ from kvdrift.patching.result import Sweep
 from kvdrift.patching.schedule import Schedule
 from kvdrift.patching.setup import Setup, read
 from kvdrift.patching.spec import Cell, Patch, Write, as_cell
-from kvdrift.patching.walk import Plan, Walk
+from kvdrift.patching.walk import Company, Walk
 from kvdrift.paths.path import Path
 from kvdrift.runs.comparable import kept_with
 from kvdrift.runs.engine import Engine, LocalEngine, pinned
@@ -171,15 +171,15 @@ def run_cells(
     if controls not in ("all", "shared", "none"):
         raise InputError(f"controls={controls!r}: choose 'all', 'shared' or 'none'.")
     run_on = engine_of() if run_on is None else run_on
-    plan = Plan(placebos, controls != "none", controls == "all", seed, controlled)
-    walk = Walk(setup.model, setup.donor, setup.recipient, plan, setup.trace(0))  # checks and names; runs nothing
+    company = Company(placebos, controls != "none", controls == "all", seed, controlled)
+    walk = Walk(setup.model, setup.donor, setup.recipient, company, setup.trace(0))  # checks and names; runs nothing
     for prompt, length in zip(setup.prompts, setup.lengths, strict=True):
         walk.check(cells, len(prompt.ids), length)
     shared = walk.shared_arms()
     arms = [*shared, *(arm for number in range(len(cells)) for arm in walk.cell_arms(number))]
     settings = {"placebos": placebos, "controls": controls, "seed": seed, "controlled": sorted(controlled or ())}
     with pinned(run_on.threads), Store(store, "sweep", _all_settings(setup, cells, settings, store)) as kept:
-        _run(setup, walk, cells, plan, run_on, kept, progress)
+        _run(setup, walk, cells, company, run_on, kept, progress)
         for number in range(len(setup.prompts)):
             for cell in range(len(cells)):
                 walk.recall(cell, kept.done[key_of(number, cell)]["absent"])
@@ -204,7 +204,13 @@ def _all_settings(
 
 
 def _run(
-    setup: Setup, walk: Walk, cells: Sequence[Cell], plan: Plan, run_on: Engine, store: Store, progress: bool
+    setup: Setup,
+    walk: Walk,
+    cells: Sequence[Cell],
+    company: Company,
+    run_on: Engine,
+    store: Store,
+    progress: bool,
 ) -> None:
     """Run what the store lacks."""
     jobs, lengths = _groups(setup, walk, len(cells), run_on, store.done), setup.lengths
@@ -212,7 +218,7 @@ def _run(
     total = sum(lengths) * len(cells)
     with tqdm(total=total, initial=total - left, desc="sweep", unit="step", disable=not progress) as bar:
         here = {"tick": bar.update} if isinstance(run_on, LocalEngine) else {}
-        make_worker = partial(unpack_runner, pack(setup), tuple(cells), plan, **here)
+        make_worker = partial(unpack_runner, pack(setup), tuple(cells), company, **here)
         for key, finished in run_on.run(make_worker, jobs):
             for name, record in finished.items():
                 store.add(name, record)

@@ -16,13 +16,13 @@ from kvdrift.controls.precision import cast_copy
 from kvdrift.controls.reroll import ReRoll
 from kvdrift.errors import InputError, NonFiniteError, SiteError
 from kvdrift.models.model import Model
-from kvdrift.patching.blocks import Given, check, gather, layers_of, moved
-from kvdrift.patching.measure import FLOATS, measure
-from kvdrift.patching.moment import Moment, Recorded, Source, lacking, live, moment
+from kvdrift.patching.arm_metrics import FLOATS, arm_metrics
+from kvdrift.patching.blocks import Replacement, check, gather, layers_of, moved
 from kvdrift.patching.noise import generator, noisy, nudged
 from kvdrift.patching.outcome import Arm
 from kvdrift.patching.schedule import Schedule
 from kvdrift.patching.spec import Cell, Patch
+from kvdrift.patching.state import Recorded, State, States, lacking, live, state
 from kvdrift.paths.capabilities import overwritable, stateless
 from kvdrift.paths.path import Path, on_copy
 from kvdrift.paths.path_capabilities import anew, holds, rows_per_pass
@@ -32,13 +32,13 @@ from kvdrift.tracing.tap import Tap, Where
 from kvdrift.tracing.trace import Trace
 from kvdrift.tracing.writer import Block, Writer
 
-Choose = Callable[[Moment, Tensor, int], int]
+Choose = Callable[[State, Tensor, int], int]
 """``(donor, logits of the first patched arm, step)`` → the token that all consume next."""
 Rows = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
-class Plan:
+class Company:
     """Which arms run beside the patched one.
 
     Attributes
@@ -47,7 +47,7 @@ class Plan:
         Noise arms per cell.
     shared
         Run the re-roll and the full patch.
-    own
+    each
         Run each cell's self-patch, one-ulp noise, patch into re-rolled sums and patch from a float32 donor.
     seed
         Of the noise and the re-rolls.
@@ -62,7 +62,7 @@ class Plan:
 
     placebos: int
     shared: bool
-    own: bool
+    each: bool
     seed: int
     only: frozenset[int] | None = None
 
@@ -93,22 +93,24 @@ class Walk:
         A path, stepping in lockstep.
     recipient
         A path.
-    plan
+    company
         Which arms run.
     trace
         A recorded donor, which takes the place of the path.
     """
 
-    def __init__(self, model: Model, donor: Path, recipient: Path, plan: Plan, trace: Trace | None = None) -> None:
-        self.donor, self.recipient, self.plan, self.trace = donor, recipient, plan, trace
+    def __init__(
+        self, model: Model, donor: Path, recipient: Path, company: Company, trace: Trace | None = None
+    ) -> None:
+        self.donor, self.recipient, self.company, self.trace = donor, recipient, company, trace
         self.model = recipient.model or model
         self.donor_model = self.model if trace is not None else donor.model or model
         self._limits: dict[str, None] = {}
         self._absent: dict[int, dict[tuple[str, int, str], dict[int, int]]] = {}
-        self._reroll = ReRoll(plan.seed)
+        self._reroll = ReRoll(company.seed)
         self._wide: Model | None = None
-        self._widens = plan.own and self.model.dtype not in (torch.float32, torch.float64)
-        if plan.own and not self._widens:
+        self._widens = company.each and self.model.dtype not in (torch.float32, torch.float64)
+        if company.each and not self._widens:
             self._limits[f"no float32 donor and no signature: the model runs in {self.model.dtype_name}"] = None
 
     def _prepare(self) -> None:
@@ -160,19 +162,19 @@ class Walk:
     def shared_arms(self) -> list[Arm]:
         """The arms that all cells share."""
         names = ["unpatched"]
-        if self.plan.shared:
+        if self.company.shared:
             names.append("re-roll")
             if self._full_sites():
                 names.append("full patch")
-        return [Arm(name, seed=self.plan.seed if name == "re-roll" else None) for name in names]
+        return [Arm(name, seed=self.company.seed if name == "re-roll" else None) for name in names]
 
     def cell_arms(self, number: int) -> list[Arm]:
         """The arms of one cell."""
-        seeds = range(self.plan.seed, self.plan.seed + self.plan.placebos)
+        seeds = range(self.company.seed, self.company.seed + self.company.placebos)
         arms = [Arm("patched", number), *(Arm("placebo", number, seed) for seed in seeds)]
-        if self.plan.own and (self.plan.only is None or number in self.plan.only):
-            arms += [Arm("self-patch", number), Arm("one ulp", number, self.plan.seed)]
-            arms.append(Arm("re-rolled patched", number, self.plan.seed))
+        if self.company.each and (self.company.only is None or number in self.company.only):
+            arms += [Arm("self-patch", number), Arm("one ulp", number, self.company.seed)]
+            arms.append(Arm("re-rolled patched", number, self.company.seed))
             if self._widens:
                 arms.append(Arm("float32 donor", number))
         return arms
@@ -273,12 +275,12 @@ class Walk:
                 for runner in runners:
                     if runner.first == number and number:
                         runner.stepper = stack.enter_context(base.fork(runner.controls))
-                own = moment(base.step(token, watch=watch))
+                own = state(base.step(token, watch=watch))
                 logits = []
                 for runner in runners:
                     given = wide if runner.arm.role == "float32 donor" and wide is not None else donor
                     logits.append(self._advance(runner, number, token, given, own, writer))
-                collected.append(measure(logits, donor.logits, own.logits, None if wide is None else wide.logits))
+                collected.append(arm_metrics(logits, donor.logits, own.logits, None if wide is None else wide.logits))
                 donor_top1.append(int(donor.logits.argmax()))
                 tokens.append(choose(donor, logits[chosen][0], number))
                 tick(len(runners))
@@ -292,7 +294,7 @@ class Walk:
 
     def _start(
         self, stack: ExitStack, ids: Sequence[int], runners: Sequence[_Runner]
-    ) -> tuple[Source, Source | None, Stepper, Writer]:
+    ) -> tuple[States, States | None, Stepper, Writer]:
         """The donor, the float32 donor if one is needed, the unpatched recipient, and what writes into the others."""
         patches = [patch for runner in runners for patch in runner.patches]
         sites: dict[str, frozenset[int]] = {}
@@ -310,7 +312,7 @@ class Walk:
             return stepper
 
         base = start(self.recipient, self.model)
-        source: Source
+        source: States
         if self.trace is None:
             source = live(start(self.donor, self.donor_model))
         else:
@@ -321,7 +323,7 @@ class Walk:
                         f"The donor trace lacks {missing}, and {patch} writes it; record it (K/V with positions='all')."
                     )
             source = Recorded(self.trace, self.model, ids, {site: sorted(layers) for site, layers in sites.items()})
-        exact: Source | None = None
+        exact: States | None = None
         if self._wide is not None and any(runner.arm.role == "float32 donor" for runner in runners):
             wide = self._wide
             exact = live(start(on_copy(anew(self.donor, holds(self.donor, ids)), lambda _: wide), wide))
@@ -333,8 +335,8 @@ class Walk:
         runner: _Runner,
         number: int,
         token: int | None,
-        source: Moment,
-        own: Moment,
+        source: State,
+        own: State,
         writer: Writer,
     ) -> tuple[Tensor, float]:
         """One step of one arm: its logits, and how far what was written lies from its own values."""
@@ -346,7 +348,7 @@ class Walk:
             due = []
         if not due and runner.controls is None and stateless(run):
             return own.logits, np.nan  # nothing is left of what was written before
-        given = self._given(runner, due, number, source, own)
+        given = self._replacements(runner, due, number, source, own)
         if runner.arm.role == "one ulp" and given:  # only what is nudged: other values would wash it out on the way
             given = [given[int(torch.randint(len(given), (1,), generator=generator(runner.arm.seed, "one ulp")))]]
         blocks = self._content(runner, number, given)
@@ -365,11 +367,13 @@ class Walk:
                 f"The {runner.arm.role} arm leaves the finite numbers at step {number}: what was written does not fit "
                 f"{self.model.dtype_name} there; patch fewer sites, or run in float32."
             )
-        return logits, moved([block.value for block in blocks], [g.own for g in given]) if given else np.nan
+        return logits, moved([block.value for block in blocks], [g.before for g in given]) if given else np.nan
 
-    def _given(self, runner: _Runner, due: Sequence[Patch], number: int, source: Moment, own: Moment) -> list[Given]:
+    def _replacements(
+        self, runner: _Runner, due: Sequence[Patch], number: int, source: State, own: State
+    ) -> list[Replacement]:
         """What the patches that are due write at this step, with the donor's values."""
-        found: list[Given] = []
+        found: list[Replacement] = []
         store = None if runner.stepper is None else overwritable(runner.stepper.run)
         held = None if store is None else store.held
         for patch in due:
@@ -380,19 +384,19 @@ class Walk:
                     self._report(runner.arm.cell or 0, (lost.site, lost.layer, lost.reason), position, number)
         return found
 
-    def _content(self, runner: _Runner, number: int, given: Sequence[Given]) -> list[Block]:
+    def _content(self, runner: _Runner, number: int, given: Sequence[Replacement]) -> list[Block]:
         """The donor's values, or what the arm writes instead of them."""
         role, seed = runner.arm.role, runner.arm.seed
         if role == "self-patch":
-            return [replace(g.block, value=g.own) for g in given]
+            return [replace(g.block, value=g.before) for g in given]
         if role == "placebo":
             return [
-                replace(g.block, value=noisy(g.own, g.block.value, generator(seed, number, site, layer)))
+                replace(g.block, value=noisy(g.before, g.block.value, generator(seed, number, site, layer)))
                 for g in given
                 for site, layer in [(g.block.site, g.block.layer)]
             ]
         if role == "one ulp":
-            return [replace(g.block, value=nudged(g.own, generator(seed, "entry"))) for g in given]
+            return [replace(g.block, value=nudged(g.before, generator(seed, "entry"))) for g in given]
         return [g.block for g in given]
 
 

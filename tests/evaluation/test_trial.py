@@ -9,7 +9,7 @@ from kvdrift.controls.reroll import ReRoll
 from kvdrift.errors import NonFiniteError
 from kvdrift.evaluation.records import ItemRecord
 from kvdrift.evaluation.task import Item, Scored
-from kvdrift.evaluation.trial import ItemRunner, Plan
+from kvdrift.evaluation.trial import Design, ItemRunner
 from kvdrift.paths.text import write
 from kvdrift.plain import from_plain
 
@@ -36,17 +36,17 @@ class Echo:
         return {}
 
 
-def plan(**changes):
+def design(**changes):
     usual = {
         "task": Echo(), "a": kd.CacheOn(), "b": kd.CacheOff(), "strategies": (kd.Greedy(),), "seeds": (0,), "null": (),
         "max_new_tokens": 12, "gold": True, "stop_at_divergence": False,
     }  # fmt: skip
-    return Plan(**{**usual, **changes})
+    return Design(**{**usual, **changes})
 
 
 def record(model, item=None, **changes):
     item = Item("q", PROMPT) if item is None else item
-    return from_plain(ItemRecord, ItemRunner(model, plan(**changes))(item))
+    return from_plain(ItemRecord, ItemRunner(model, design(**changes))(item))
 
 
 def by_hand(model, path, ids, strategy, steps, seed=0, item="q", controls=None):
@@ -273,7 +273,7 @@ def test_no_gold_where_there_is_none_or_it_is_not_asked_for(item, asked, half):
 
 
 def test_gold_tokens_continue_the_prompt(half):
-    runner = ItemRunner(half, plan())
+    runner = ItemRunner(half, design())
     assert runner.gold_ids(Item("q", "w001 w002", gold=" w003"), [1, 2]) == [3]
     # "w002w003" is one unknown word: together they are other tokens, so the gold text is read by itself
     assert runner.gold_ids(Item("q", "w001 w002", gold="w003"), [1, 2]) == [3]

@@ -11,7 +11,7 @@ from kvdrift.models.sites import BLOCK_SITES, GLOBAL_SITES, HEAD_SITES
 from kvdrift.models.tiny import FAMILIES
 from kvdrift.patching.outcome import Arm
 from kvdrift.patching.spec import Patch, as_cell
-from kvdrift.patching.walk import Plan, Walk
+from kvdrift.patching.walk import Company, Walk
 from kvdrift.paths.sampling import greedy
 
 PROMPT = [5, 9, 100, 33, 7, 8, 250, 301, 12, 44]  # longer than the windows of 8
@@ -65,7 +65,7 @@ def cells_of(model, path):
 
 def walked(model, recipient, donor, cells, *arms):
     """Arm → its rows."""
-    walk = Walk(model, donor, recipient, Plan(0, False, False, 0))
+    walk = Walk(model, donor, recipient, Company(0, False, False, 0))
     arms = [Arm("unpatched"), *arms]
     try:
         walk.check(cells, len(PROMPT), STEPS)

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from kvdrift.drift.measure import pad_stack
+from kvdrift.drift.stacking import pad_stack
 from kvdrift.errors import FileError, InputError
 from kvdrift.models.architecture import Architecture, LayerInfo
 from kvdrift.models.labels import PathInfo, Prompt

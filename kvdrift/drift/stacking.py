@@ -1,4 +1,4 @@
-"""Putting the arrays of several prompts side by side."""
+"""Arrays side by side: of one step after the other, of one prompt beside the next."""
 
 from __future__ import annotations
 
@@ -7,9 +7,26 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvdrift.drift.layout import grows, prompt_axis
-from kvdrift.drift.measure import Arrays, pad_stack
+from kvdrift.drift.layout import Arrays, grows, prompt_axis
 from kvdrift.drift.result import Drift
+
+
+def pad_stack(rows: Sequence[np.ndarray]) -> np.ndarray:
+    """Stack arrays along a new first axis, filling up to the largest shape: NaN, -1 or False by dtype.
+
+    Examples
+    --------
+    >>> pad_stack([np.array([1, 2]), np.array([3])])
+    array([[ 1,  2],
+           [ 3, -1]])
+    """
+    shape = tuple(max(sizes) for sizes in zip(*(row.shape for row in rows), strict=True))
+    first = np.asarray(rows[0])
+    empty = np.nan if first.dtype.kind == "f" else (False if first.dtype.kind == "b" else -1)
+    stacked = np.full((len(rows), *shape), empty, dtype=first.dtype)
+    for place, row in enumerate(rows):
+        stacked[place, ...][tuple(slice(size) for size in row.shape)] = row
+    return stacked
 
 
 def one_prompt(arrays: Arrays) -> Arrays:

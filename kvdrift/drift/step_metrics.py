@@ -10,12 +10,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvdrift.drift.layout import Arrays
 from kvdrift.drift.metrics import relative_l2, site_metrics
+from kvdrift.drift.stacking import pad_stack
 from kvdrift.models.sites import GLOBAL_SITES
 from kvdrift.tracing.borrow import shared_positions
 from kvdrift.tracing.tap import Values
 
-Arrays = dict[str, np.ndarray]
 MAX_ELEMENTS = 2**22
 """Entries compared in float64 at a time, so that whole K/V tensors need no float64 copy."""
 
@@ -165,21 +166,3 @@ def _batches(pairs: Iterable[Pair]) -> Iterator[list[Pair]]:
 
 def _kind(pair: Pair) -> list[object]:
     return [(x.shape, x.dtype, x.device) for x in pair]
-
-
-def pad_stack(rows: Sequence[np.ndarray]) -> np.ndarray:
-    """Stack arrays along a new first axis, filling up to the largest shape: NaN, -1 or False by dtype.
-
-    Examples
-    --------
-    >>> pad_stack([np.array([1, 2]), np.array([3])])
-    array([[ 1,  2],
-           [ 3, -1]])
-    """
-    shape = tuple(max(sizes) for sizes in zip(*(row.shape for row in rows), strict=True))
-    first = np.asarray(rows[0])
-    empty = np.nan if first.dtype.kind == "f" else (False if first.dtype.kind == "b" else -1)
-    stacked = np.full((len(rows), *shape), empty, dtype=first.dtype)
-    for place, row in enumerate(rows):
-        stacked[place, ...][tuple(slice(size) for size in row.shape)] = row
-    return stacked

@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from kvdrift.drift import measure
-from kvdrift.drift.measure import Reading, head_metrics, kv_metrics, kv_positions, pad_stack, residual_metrics
+from kvdrift.drift import step_metrics
+from kvdrift.drift.stacking import pad_stack
+from kvdrift.drift.step_metrics import Reading, head_metrics, kv_metrics, kv_positions, residual_metrics
 
 CPU = torch.device("cpu")
 
@@ -73,7 +74,7 @@ def test_heads_one_by_one(monkeypatch):
     whole = head_metrics(a, b, ("q",))
     expected = [[rel_l2(a["q"][x][0, h], b["q"][x][0, h]) for h in range(3)] for x in range(2)]
     np.testing.assert_allclose(whole["q/rel_l2"], expected, rtol=1e-14)
-    monkeypatch.setattr(measure, "MAX_ELEMENTS", 1)
+    monkeypatch.setattr(step_metrics, "MAX_ELEMENTS", 1)
     parts = head_metrics(a, b, ("q",))
     assert all(np.array_equal(whole[name], parts[name]) for name in whole)
 
@@ -81,7 +82,7 @@ def test_heads_one_by_one(monkeypatch):
 @pytest.mark.parametrize("elements", [1, 2**22])
 def test_keys_over_shared_positions(elements, monkeypatch):
     """Path a reads positions 3 to 7, path b reads 0 to 7: compared are 3 to 7, aligned."""
-    monkeypatch.setattr(measure, "MAX_ELEMENTS", elements)
+    monkeypatch.setattr(step_metrics, "MAX_ELEMENTS", elements)
     b = values("k", 2, (1, 2, 8, 4), 0)
     a = {"k": {x: t[:, :, 3:].clone() for x, t in b["k"].items()}}
     one, two = reading(a, range(3, 8), 7), reading(b, range(8), 7)

@@ -15,7 +15,7 @@ FLOATS = ("logit_l2", "kl", "flip", "identical", "unchanged", "moved", "signatur
 """The numbers of an arm at a step, beside its top-1 token; `kvdrift.patching.outcome.Outcomes` says what they are."""
 
 
-def measure(
+def arm_metrics(
     logits: Sequence[tuple[Tensor, float]], donor: Tensor, own: Tensor, wide: Tensor | None
 ) -> list[dict[str, float]]:
     """Every arm against the donor at one step.

@@ -7,8 +7,8 @@ import kvdrift as kd
 from kvdrift.errors import NonFiniteError, SiteError
 from kvdrift.models.tiny import tiny
 from kvdrift.patching.blocks import gather, layers_of, moved
-from kvdrift.patching.moment import Moment, Recorded, lacking, live, moment
 from kvdrift.patching.spec import Patch
+from kvdrift.patching.state import Recorded, State, lacking, live, state
 from kvdrift.paths.stepper import Stepper, started
 from kvdrift.tracing.tap import Tap
 
@@ -19,7 +19,7 @@ N = len(PROMPT)
 def made(position, rows, heads=2, seed=0, site="k", layer=0, at=None):
     shape = (1, heads, rows, 4) if heads else (1, rows, 4)
     value = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-    return Moment(position, torch.zeros(3), {site: {layer: value}}, {} if at is None else {(site, layer): at})
+    return State(position, torch.zeros(3), {site: {layer: value}}, {} if at is None else {(site, layer): at})
 
 
 def written(patch, model, own, donor, held=None):
@@ -59,7 +59,7 @@ def test_values_are_aligned_by_position_not_by_slot(tiny_model):
     for positions in (None, [8, 12], [12, 8]):
         (given,), _ = gather(Patch("k", 0, 1, positions, write="read"), model, own, donor, None, 1)
         for slot, position in enumerate(given.block.positions):
-            assert torch.equal(given.own[0, 0, slot], own.values["k"][0][0, 1, position - 7])
+            assert torch.equal(given.before[0, 0, slot], own.values["k"][0][0, 1, position - 7])
             assert torch.equal(given.block.value[0, 0, slot], donor.values["k"][0][0, 1, position])
     scattered = [3, 14, 9, 8, 12]
     donor = made(14, 5, seed=1, at=scattered)
@@ -154,7 +154,7 @@ def test_current_values_have_a_row(tiny_model):
     model = tiny_model("llama")
     tap = Tap(model, dict.fromkeys(("resid_post", "q", "k")), kv_where="all")
     with tap:
-        found = moment(Stepper(kd.CacheOff().start(model, PROMPT), PROMPT, tap).step())
+        found = state(Stepper(kd.CacheOff().start(model, PROMPT), PROMPT, tap).step())
     assert found.values["resid_post"][1].shape == (1, 1, 256)
     assert found.values["q"][1].shape == (1, 8, 1, 32)
     assert found.values["k"][1].shape == (1, 2, N, 32)

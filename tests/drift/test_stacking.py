@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvdrift as kd
-from kvdrift.drift.assemble import concatenate
+from kvdrift.drift.stacking import concatenate
 
 PROMPTS = [[5, 9, 100, 33, 7], [8, 250], [301, 12, 44, 17, 61, 3, 2]]
 SEED_FIRST = ("floor/", "local_floor/")

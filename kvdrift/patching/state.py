@@ -19,7 +19,7 @@ from kvdrift.tracing.trace import Trace
 
 
 @dataclass(frozen=True)
-class Moment:
+class State:
     """One path at one step.
 
     Attributes
@@ -46,8 +46,8 @@ class Moment:
         return range(self.position + 1 - self.values[site][layer].shape[-2], self.position + 1)
 
 
-def moment(shown: Shown) -> Moment:
-    """What a step of a run showed, as a moment: a value of the current position alone gets a row axis."""
+def state(shown: Shown) -> State:
+    """What a step of a run showed, as a state: a value of the current position alone gets a row axis."""
     values = {
         site: {
             layer: value if value.ndim == (4 if site in HEAD_SITES else 3) else value.unsqueeze(-2)
@@ -56,16 +56,16 @@ def moment(shown: Shown) -> Moment:
         for site, by_layer in shown.values.items()
     }
     at = {(site, layer): shown.keys[layer] for site in ("k", "v") for layer in values.get(site, {})}
-    return Moment(shown.position, shown.logits, values, at)
+    return State(shown.position, shown.logits, values, at)
 
 
-Source = Callable[[int, int | None, bool], Moment]
+States = Callable[[int, int | None, bool], State]
 """``(step number, token to consume, whether values are wanted)`` → the moment after it."""
 
 
-def live(stepper: Stepper) -> Source:
+def live(stepper: Stepper) -> States:
     """A run that is watched while it goes."""
-    return lambda number, token, watch: moment(stepper.step(token, watch=watch))
+    return lambda number, token, watch: state(stepper.step(token, watch=watch))
 
 
 class Recorded:
@@ -90,8 +90,8 @@ class Recorded:
         _refuse_stranger(trace, model, ids)
         self.trace, self.n_prompt, self.model, self.sites = trace, len(ids), model, sites
 
-    def __call__(self, number: int, token: int | None, watch: bool) -> Moment:
-        """What was recorded at one step; see `Source`."""
+    def __call__(self, number: int, token: int | None, watch: bool) -> State:
+        """What was recorded at one step; see `States`."""
         logits = self.trace["logits"]
         assert isinstance(logits, Tensor), "logits exist once"
         position = self.n_prompt - 1 + number
@@ -101,7 +101,7 @@ class Recorded:
             for layer in layers:
                 value, at[site, layer] = self._read(site, layer, number, position)
                 values.setdefault(site, {})[layer] = value
-        return Moment(position, logits[number].to(self.model.device), values, at)
+        return State(position, logits[number].to(self.model.device), values, at)
 
     def _read(self, site: str, layer: int, number: int, position: int) -> tuple[Tensor, Sequence[int]]:
         """A site's value with a batch axis and a row axis, and the absolute position of each row."""

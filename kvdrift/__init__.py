@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from kvdrift.controls.true_float32 import TrueFloat32
     from kvdrift.controls.true_float64 import TrueFloat64
     from kvdrift.controls.wide_sums import WideSums
+    from kvdrift.diagnosis.diagnose import diagnose
+    from kvdrift.diagnosis.verdict import Verdict
     from kvdrift.drift import metrics
     from kvdrift.drift.compare import compare
     from kvdrift.drift.result import Drift
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from kvdrift.paths.cache_off import CacheOff
     from kvdrift.paths.cache_on import CacheOn
     from kvdrift.paths.loss import Dropped, Rounded
+    from kvdrift.paths.prefix import Prefix
     from kvdrift.paths.record import record
     from kvdrift.report.write import write_report
     from kvdrift.tracing.tap import tap

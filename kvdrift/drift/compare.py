@@ -106,7 +106,14 @@ def compare(
 
     Raises
     ------
-    InputError, SiteError, NonFiniteError, NotFaithfulError, FileError
+    InputError, SiteError
+        If an argument does not fit the model, the paths or the prompts; a site is not offered by the model.
+    NonFiniteError
+        If a run leaves the finite numbers.
+    NotFaithfulError
+        If a site does not fire, or does not hold what the model computes, on a probe pass.
+    FileError
+        If ``store`` cannot be used, or holds another comparison; the sentence names what differs.
 
     Examples
     --------

@@ -11,7 +11,7 @@ from kvdrift.drift.layout import Arrays, grows, prompt_axis
 from kvdrift.drift.result import Drift
 
 
-def pad_stack(rows: Sequence[np.ndarray]) -> np.ndarray:
+def pad_stack(rows: Sequence[np.ndarray | np.generic]) -> np.ndarray:
     """Stack arrays along a new first axis, filling up to the largest shape: NaN, -1 or False by dtype.
 
     Examples

@@ -31,6 +31,8 @@ class Place:
 
     def rows(self, value: Tensor) -> Tensor:
         """The module's tensor as ``[batch, token, feature]``: itself, a view of it or a copy."""
+        if self.axes == (0, 1) and value.ndim == 3:  # as it is nearly everywhere
+            return value
         moved = value.movedim(self.axes, (0, 1))
         return moved if moved.ndim == 3 else moved.flatten(2)
 

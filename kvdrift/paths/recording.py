@@ -68,6 +68,7 @@ class Recording:
         self.whole: dict[str, Tensor] = {}
         self.slots: dict[str, dict[int, Tensor]] = {}
         self.masks: dict[str, Tensor] = {}
+        self._places: dict[Sequence[int], tuple[Tensor, Tensor]] = {}  # of one step: kept positions, their rows
         self.coordinates: dict[str, Axes] = {}
 
     def run(self, prompt: Prompt, follow: list[int] | None, n_steps: int, bar: tqdm) -> Trace:
@@ -164,6 +165,7 @@ class Recording:
 
     def _fill(self, number: int, shown: Shown) -> None:
         values = shown.values
+        self._places.clear()
         for site, slots in self.slots.items():
             if self.positions == "current" and site in self.whole and site != PATTERN:
                 whole = self.whole[site][number]
@@ -193,15 +195,23 @@ class Recording:
             slot.copy_(rows)
             mask[...] = True
             return
-        place = {p: i for i, p in enumerate(self.coordinates[site]["position"])}
-        pairs = [(place[p], row) for row, p in enumerate(at) if p in place]
-        if not pairs:
+        to, source = self._matched(site, at)
+        if not len(to):
             return
-        to, source = (torch.tensor(x) for x in zip(*pairs, strict=True))
         slot.index_copy_(
             slot.ndim - 2, to.to(slot.device), rows.index_select(-2, source.to(rows.device)).to(slot.device)
         )
         mask[..., to] = True
+
+    def _matched(self, site: str, at: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Places in storage of the positions among ``at`` that are kept, and their rows; once a step for all alike."""
+        key = at if isinstance(at, range) else tuple(at)
+        if key not in self._places:
+            place = {p: i for i, p in enumerate(self.coordinates[site]["position"])}
+            pairs = [(place[p], row) for row, p in enumerate(at) if p in place]
+            to, source = torch.tensor(pairs, dtype=torch.long).reshape(-1, 2).T
+            self._places[key] = to, source
+        return self._places[key]
 
     def _spread(self, pattern: Tensor, keys: Sequence[int], position: int) -> Tensor:
         """A pattern with its key axis at absolute positions."""

@@ -32,6 +32,8 @@ def hidden(arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Tensor:
     """
     if "hidden_states" in keywords:
         return keywords["hidden_states"]
+    if arguments and isinstance(arguments[0], Tensor):
+        return arguments[0]
     found = next((x for x in (*arguments, *keywords.values()) if isinstance(x, Tensor)), None)
     if found is None:
         raise ModelError("A decoder block was called without a tensor, so that no residual stream can be read there.")

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from pairwise import params
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
@@ -63,7 +64,7 @@ def recorded(trace, key, step):
 # --- reading
 
 
-@pytest.mark.parametrize(("family", "dtype", "attn"), PARITY)
+@pytest.mark.parametrize(("family", "dtype", "attn"), params(PARITY, 1))
 def test_a_users_trace_reads_what_record_keeps(family, dtype, attn, same_bits):
     shape = {"dtype": getattr(torch, dtype), "attn": attn, "num_hidden_layers": 3}
     plain = kd.load(tiny(family, **shape), quiet=True)

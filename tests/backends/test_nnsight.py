@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from pairwise import params
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
@@ -50,7 +51,7 @@ def assert_equal(found, expected):
 # --- bits
 
 
-@pytest.mark.parametrize(("family", "dtype", "attn"), PARITY)
+@pytest.mark.parametrize(("family", "dtype", "attn"), params(PARITY))
 def test_logits_of_both_paths_are_those_of_the_plain_model(family, dtype, attn, same_bits):
     options = {"dtype": getattr(torch, dtype), "attn": attn, "num_hidden_layers": 3}
     found = []

@@ -1,8 +1,10 @@
 import warnings
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
+from pairwise import params
 from transformers import DynamicCache
 
 import kvdrift as kd
@@ -65,8 +67,10 @@ def overridden(hf):
 # --- parity
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
+CASES = list(product(FAMILIES, (torch.float32, torch.bfloat16, torch.float16)))
+
+
+@pytest.mark.parametrize(("family", "dtype"), params(CASES, 1))
 def test_every_site_has_the_bits_of_kvdrifts_own_hooks_on_both_paths(family, dtype):
     own, theirs = kd.load(tiny(family, dtype), quiet=True), bridged(family, dtype)
     assert theirs.architecture == own.architecture

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from pairwise import params
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as softcapped
@@ -75,17 +76,20 @@ natives = pytest.mark.parametrize("native", NATIVES, ids=lambda native: native._
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_clean_models_stay_inside_the_bound(family, tiny_model):
-    for attn in supported_attn(family):
-        for dtype in DTYPES:
-            model = tiny_model(family, dtype, attn)
-            for path in (kd.CacheOn(), kd.CacheOff(), kd.CacheOn(prefill_chunk=5), kd.CacheOn(left_padding=3)):
-                if dtype != torch.bfloat16 and path != kd.CacheOn():
-                    continue  # the dtype matters to kernels, the manner to masks
-                for each in recorded(model, path):
-                    assert readable(each) is None
-                    assert 0 < excess(each) < 1
+PATHS = {
+    "on": kd.CacheOn(),
+    "off": kd.CacheOff(),
+    "chunks": kd.CacheOn(prefill_chunk=5),
+    "padded": kd.CacheOn(left_padding=3),
+}
+CLEAN = [(f, dtype, attn, name) for f in FAMILIES for dtype in DTYPES for attn in supported_attn(f) for name in PATHS]
+
+
+@pytest.mark.parametrize(("family", "dtype", "attn", "name"), params(CLEAN))
+def test_clean_models_stay_inside_the_bound(family, dtype, attn, name, tiny_model):
+    for each in recorded(tiny_model(family, dtype, attn), PATHS[name]):
+        assert readable(each) is None
+        assert 0 < excess(each) < 1
 
 
 @natives

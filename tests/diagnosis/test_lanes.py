@@ -45,10 +45,10 @@ def test_a_clean_model_is_run_in_every_manner_that_it_knows(family):
     ("fault", "family", "dtype"),
     [
         ("default-positions-ignore-the-cache", "llama", "float32"),
-        ("default-positions-begin-at-two", "gpt2", "float32"),
+        pytest.param("default-positions-begin-at-two", "gpt2", "float32", marks=pytest.mark.slow),
         ("positions-of-a-mask-begin-at-one", "gpt2", "bfloat16"),
         ("a-mask-resets-positions-at-decode", "qwen3", "bfloat16"),
-        ("head-off-for-one-row", "gpt-neox", "bfloat16"),
+        pytest.param("head-off-for-one-row", "gpt-neox", "bfloat16", marks=pytest.mark.slow),
         ("head-off-for-one-row", "mistral", "float32"),
     ],
 )

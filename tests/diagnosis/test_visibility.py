@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from pairwise import params
 from transformers import StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama.modeling_llama import eager_attention_forward
@@ -23,6 +24,7 @@ PATHS = {
     "in chunks": kd.CacheOn(prefill_chunk=5),
     "left-padded": kd.CacheOn(left_padding=3),
 }
+CLEAN = [(f, d, attn, name) for f in IN_THE_TABLE for d in DTYPES for attn in supported_attn(f) for name in PATHS]
 FULL = LayerInfo(0, "full", None, 2, 8)
 
 
@@ -74,19 +76,14 @@ def call(n_queries, n_keys, native=sdpa_attention_forward, mask=None, dtype=torc
     return AttentionCall(module, query, key, value, mask, {"scaling": 0.3, **kwargs}, native)
 
 
-@pytest.mark.parametrize("family", IN_THE_TABLE)
-def test_clean_models_read_what_positions_and_window_imply(family, tiny_model):
-    for attn in supported_attn(family):
-        for dtype in DTYPES:
-            model = tiny_model(family, dtype, attn)
-            for name, path in PATHS.items():
-                if dtype != torch.bfloat16 and name != "cache-ON":
-                    continue  # the dtype matters to kernels, the manner to masks
-                calls = recorded(model, path, 2)
-                assert len(calls) >= 2 * len({layer for layer, *_ in calls})
-                for layer, each, *_ in calls:
-                    assert readable(model.architecture.layers[layer], each) is None
-                assert not misreads(model, calls), (attn, dtype, name)
+@pytest.mark.parametrize(("family", "dtype", "attn", "name"), params(CLEAN))
+def test_clean_models_read_what_positions_and_window_imply(family, dtype, attn, name, tiny_model):
+    model = tiny_model(family, dtype, attn)
+    calls = recorded(model, PATHS[name], 2)
+    assert len(calls) >= 2 * len({layer for layer, *_ in calls})
+    for layer, each, *_ in calls:
+        assert readable(model.architecture.layers[layer], each) is None
+    assert not misreads(model, calls)
 
 
 def test_slots_of_a_static_cache_that_are_not_filled_are_hidden(tiny_model):

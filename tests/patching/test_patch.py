@@ -6,6 +6,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from pairwise import params
 from transformers import DynamicCache, StaticCache
 
 import kvdrift as kd
@@ -430,12 +431,12 @@ def test_given_tokens_are_consumed_and_leave_no_free_outcome(tiny_model):
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype"),
-    [("llama", torch.bfloat16), ("mistral", torch.float32), ("gpt-oss", torch.float32), ("deepseek-v3", torch.float32)],
+    ("family", "recipient"),
+    params([(f, to) for f in ("llama", "mistral", "gpt-oss", "deepseek-v3") for to in (ON, OFF)], 1),
 )
-@pytest.mark.parametrize(("recipient", "donor"), [(ON, OFF), (OFF, ON)], ids=["on", "off"])
-def test_a_saved_trace_is_as_good_as_the_live_path(recipient, donor, family, dtype, tiny_model, same_bits, tmp_path):
-    model = tiny_model(family, dtype)
+def test_a_saved_trace_is_as_good_as_the_live_path(family, recipient, tiny_model, same_bits, tmp_path):
+    model = tiny_model(family, torch.bfloat16 if family == "llama" else torch.float32)
+    donor = OFF if recipient is ON else ON
     sites = ["resid_post", "final_norm", "q", "k", "v", "attn_out", "logits"]
     trace = kd.record(model, PROMPT, path=donor, sites=sites, positions="all", max_new_tokens=3, progress=False)
     trace = kd.Trace.load(trace.save(tmp_path / "donor.safetensors"))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from pairwise import params
 
 import kvdrift as kd
 from kvdrift.controls.fixed_shape import FixedShape
@@ -11,8 +12,7 @@ PROMPT = [5, 9, 100, 33, 7, 8, 250, 301, 12, 44, 17, 61]  # longer than the wind
 FAMILIES = ("llama", "mistral", "gemma3", "gpt2", "gpt-oss", "deepseek-v3")
 
 
-@pytest.mark.parametrize("chunk", [None, 4])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "chunk"), params([(f, chunk) for f in FAMILIES for chunk in (None, 4)], 1))
 def test_a_padded_prompt_gives_the_bits_of_the_plain_one_in_shape_invariant_arithmetic(family, chunk, tiny_model):
     model, fixed = tiny_model(family), (FixedShape(32),)
     padded = kd.CacheOn(left_padding=3, prefill_chunk=chunk, controls=fixed)

@@ -75,7 +75,7 @@ def main() -> None:
     def sweep(placebos: int) -> Callable[[], object]:
         return lambda: kd.sweep(
             model, ids, sites="kv", over="layer", schedule=f"one_shot({options.at})", tokens=follow,
-            placebos=placebos, controls="none", progress=False,
+            placebos=placebos, checks="none", progress=False,
         )  # fmt: skip
 
     variants: dict[str, Callable[[], object]] = {

@@ -38,7 +38,7 @@ def read(monkeypatch):
         lambda model, folder: kd.record(model, PROMPTS, sites=["k"], max_new_tokens=2, progress=False),
         lambda model, folder: kd.patch(model, PROMPTS, "k", max_new_tokens=2, progress=False),
         lambda model, folder: kd.sweep(
-            model, PROMPTS, sites="k", layers=[0], max_new_tokens=2, placebos=0, controls="none", progress=False,
+            model, PROMPTS, sites="k", layers=[0], max_new_tokens=2, placebos=0, checks="none", progress=False,
             store=folder, recipient=kd.CacheOn(model=model),
         ),
         lambda model, folder: kd.factorial(model, PROMPTS, max_new_tokens=2, progress=False),

@@ -50,7 +50,7 @@ def demo(
                 prompts,
                 max_new_tokens=QUICK_NEW_TOKENS if quick else NEW_TOKENS,
                 floor=QUICK_FLOOR_SEEDS if quick else FLOOR_SEEDS,
-                control=CONTROL,
+                also_in=CONTROL,
                 store=store,
             ),
         )

@@ -39,9 +39,13 @@ def sweep(
     device: options.Device = "auto",
     attn: options.Attention = "auto",
     placebos: Annotated[int, typer.Option(min=0, help="Noise placebos per cell; 0 for none.")] = 1,
-    controls: Annotated[
+    checks: Annotated[
         Literal["all", "shared", "none"],
-        typer.Option(help="shared: re-roll and full patch beside the cells; all: each cell's own too; none."),
+        typer.Option(
+            "--checks",
+            "--controls",
+            help="shared: re-roll and full patch beside the cells; all: each cell's own too; none.",
+        ),
     ] = "shared",
     chat: options.Chat = False,
     ignore_eos: options.IgnoreEos = False,
@@ -87,7 +91,7 @@ def sweep(
                 recipient=patched,
                 max_new_tokens=max_new_tokens,
                 placebos=placebos,
-                controls=controls,
+                checks=checks,
                 chat=chat,
                 ignore_eos=ignore_eos,
                 seed=seed,

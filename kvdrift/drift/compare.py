@@ -26,15 +26,15 @@ from kvdrift.paths.cache_on import CacheOn
 from kvdrift.paths.own import check_path
 from kvdrift.paths.path import Path
 from kvdrift.paths.path_capabilities import check_room, path_notes
+from kvdrift.renamed import renamed
 from kvdrift.runs.comparable import kept_with
-from kvdrift.runs.store import takes_store_as
 
 Tokens = Literal["a", "b"] | Sequence[int] | Sequence[Sequence[int]] | Tensor
 KEPT_STEPS = 8
 """At most about so many steps keep K/V drift in full position resolution, unless ``kv_every`` says otherwise."""
 
 
-@takes_store_as("resume")
+@renamed(resume="store", control="also_in")
 @one_job()
 def compare(
     model: Any,
@@ -49,7 +49,7 @@ def compare(
     kv_every: int | None = None,
     floor: int = 3,
     local: bool = True,
-    control: str | None = None,
+    also_in: str | None = None,
     self_drift: bool = False,
     chat: bool = False,
     ignore_eos: bool = False,
@@ -85,7 +85,7 @@ def compare(
         Re-rolls of path a for the rounding floors; 0 for none.
     local
         Also measure local drift: what each layer makes by itself on path b's inputs.
-    control
+    also_in
         Repeat on the same tokens with the same base weights cast to this dtype, in a named copy.
     self_drift
         Also compare each path's K/V with its own previous step.
@@ -153,12 +153,12 @@ def compare(
         ignore_eos=ignore_eos,
         notes=(*template_notes(model, given, chat), *path_notes(model, (a, b), longest)),
     )
-    if control is not None:
-        job = replace(job, control=job.in_dtype(control, encoded[0]))
+    if also_in is not None:
+        job = replace(job, control=job.in_dtype(also_in, encoded[0]))
     settings = job.settings | {"prompts": encoded, "tokens_given": forced, "lengths": lengths}
     if store is not None:
         settings |= kept_with(*job.models)
-    passes, also = (1, "") if control is None else (2, f", then in {str(control).removeprefix('torch.')}")
+    passes, also = (1, "") if also_in is None else (2, f", then in {str(also_in).removeprefix('torch.')}")
     drifts = []
     with (
         job,

@@ -135,9 +135,9 @@ class Job:
     def in_dtype(self, name: str, ids: Sequence[int] = ()) -> Job:
         """The same job on copies of the models cast to another dtype; ``ids`` is one of the prompts."""
         if name not in DTYPES:
-            raise InputError(f"control={name!r} is no dtype; choose {', '.join(DTYPES)}.")
+            raise InputError(f"also_in={name!r} is no dtype; choose {', '.join(DTYPES)}.")
         if DTYPES[name] == self.model.dtype:
-            raise InputError(f"control={name!r} is the model's own dtype; choose another one.")
+            raise InputError(f"also_in={name!r} is the model's own dtype; choose another one.")
 
         def cast(model: Model) -> Model:
             return model.around(cast_copy(model.hf, DTYPES[name]))

@@ -22,8 +22,8 @@ from kvdrift.models.architecture import Architecture
 from kvdrift.models.load import load
 from kvdrift.models.model import Model
 from kvdrift.models.prompts import as_prompts
+from kvdrift.renamed import renamed
 from kvdrift.result import Saved, say, table_maker
-from kvdrift.runs.store import takes_store_as
 from kvdrift.words.json import json_safe
 
 ARMS = {
@@ -108,7 +108,7 @@ class PaperArchitecture(Folder, Experiment):
         return json_safe({**rows, "reading": self.reading(), "notes": self.notes}, math.isnan)
 
 
-@takes_store_as("resume")
+@renamed(resume="store")
 def paper_architecture(
     model: Any,
     prompts: Any,

@@ -12,7 +12,7 @@ from kvdrift.drift.compare import compare
 from kvdrift.drift.result import Drift
 from kvdrift.errors import InputError
 from kvdrift.experiments.experiment import Experiment
-from kvdrift.runs.store import takes_store_as
+from kvdrift.renamed import renamed
 
 
 @dataclass(frozen=True, repr=False)
@@ -33,7 +33,7 @@ class PaperDrift(Experiment):
         return pd.DataFrame([profile_row(drift) for drift in self.drifts])
 
 
-@takes_store_as("resume")
+@renamed(resume="store")
 def paper_drift(
     models: Any | Sequence[Any] | Mapping[str, Any],
     prompts: Any,

@@ -23,8 +23,8 @@ from kvdrift.patching.sweep import run_cells
 from kvdrift.paths.cache_off import CacheOff
 from kvdrift.paths.cache_on import CacheOn
 from kvdrift.paths.path import Path
+from kvdrift.renamed import renamed
 from kvdrift.result import Saved
-from kvdrift.runs.store import takes_store_as
 
 CONDITIONS: dict[str, tuple[str, ...]] = {
     "residual": ("resid_post",),
@@ -95,7 +95,7 @@ _CONTROLS = {
 """Rows beside the conditions, taken from the arms of the KV cell."""
 
 
-@takes_store_as("results")
+@renamed(results="store")
 @one_job()
 def paper_patching(
     model: Any,
@@ -177,7 +177,7 @@ def paper_patching(
         )  # fmt: skip
         kept = None if store is None else FilePath(store) / name
         sweeps[name] = run_cells(
-            setup, cells, placebos=placebos, controls="all", seed=seed, progress=progress, store=kept,
+            setup, cells, placebos=placebos, checks="all", seed=seed, progress=progress, store=kept,
             controlled=controlled,
         )  # fmt: skip
     return PaperPatching(**sweeps)

@@ -28,12 +28,12 @@ from kvdrift.models.prompts import as_prompts
 from kvdrift.paths.cache_off import CacheOff
 from kvdrift.paths.cache_on import CacheOn
 from kvdrift.paths.path import Path
-from kvdrift.runs.store import takes_store_as
+from kvdrift.renamed import renamed
 
 SITE = "resid_post"
 
 
-@takes_store_as("resume")
+@renamed(resume="store")
 @one_job()
 def falsify(
     model: Any,

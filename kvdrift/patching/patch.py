@@ -23,9 +23,11 @@ from kvdrift.paths.path import Path
 from kvdrift.paths.sampling import greedy
 from kvdrift.paths.stepper import started
 from kvdrift.paths.text import write
+from kvdrift.renamed import renamed
 from kvdrift.tracing.trace import Trace
 
 
+@renamed(controls="checks")
 @one_job()
 def patch(
     model: Any,
@@ -37,7 +39,7 @@ def patch(
     max_new_tokens: int = 32,
     tokens: Any = None,
     placebos: int = 3,
-    controls: bool = True,
+    checks: bool = True,
     trajectories: bool = True,
     chat: bool = False,
     ignore_eos: bool = False,
@@ -70,9 +72,9 @@ def patch(
         Token ids that all consume instead of the donor's own (one list per prompt); then there is no free outcome.
     placebos
         How many noise placebos.
-    controls
-        Run the other controls: re-roll with and without the patch, full patch, self-patch, one ulp, float32 donor
-        (a float32 copy of the weights is made for it).
+    checks
+        Run the controls beside the placebos: re-roll with and without the patch, full patch, self-patch, one ulp,
+        float32 donor (a float32 copy of the weights is made for it).
     trajectories
         Also run free.
     chat
@@ -109,7 +111,7 @@ def patch(
     )  # fmt: skip
     cell = as_cell(patches)
     trajectories = trajectories and setup.follow is None
-    walk = Walk(setup.model, setup.donor, setup.recipient, Company(placebos, controls, controls, seed), setup.trace(0))
+    walk = Walk(setup.model, setup.donor, setup.recipient, Company(placebos, checks, checks, seed), setup.trace(0))
     try:
         arms = [*walk.shared_arms(), *walk.cell_arms(0)]
         for prompt, length in zip(setup.prompts, setup.lengths, strict=True):

@@ -21,11 +21,12 @@ from kvdrift.patching.setup import Setup, read
 from kvdrift.patching.spec import Cell, Patch, Write, as_cell
 from kvdrift.patching.walk import Company, Walk
 from kvdrift.paths.path import Path
+from kvdrift.renamed import renamed
 from kvdrift.runs.comparable import kept_with
 from kvdrift.runs.engine import Engine, LocalEngine, pinned
 from kvdrift.runs.engines import engine as engine_of
 from kvdrift.runs.ship import cuda_devices, pack
-from kvdrift.runs.store import Store, takes_store_as
+from kvdrift.runs.store import Store
 from kvdrift.tracing.trace import Trace, free_memory
 
 SITES = ("resid_post", "k", "v", "kv")
@@ -35,10 +36,10 @@ MANY = 8
 """For how many workers there are groups at least, where their number is the cluster's to decide."""
 SHARE_OF_FREE_MEMORY = 0.25
 """The caches of the cells that step together may take so much of the free memory."""
-Controls = Literal["all", "shared", "none"]
+Checks = Literal["all", "shared", "none"]
 
 
-@takes_store_as("results")
+@renamed(results="store", controls="checks")
 @one_job()
 def sweep(
     model: Any,
@@ -58,7 +59,7 @@ def sweep(
     max_new_tokens: int = 32,
     tokens: Any = None,
     placebos: int = 1,
-    controls: Controls = "shared",
+    checks: Checks = "shared",
     chat: bool = False,
     ignore_eos: bool = False,
     seed: int = 0,
@@ -98,7 +99,7 @@ def sweep(
         Cells of your own instead of an axis: a `Patch`, or several that are written together, each.
     placebos
         Noise placebos per cell; without one, recovery is held against the unpatched recipient.
-    controls
+    checks
         ``"shared"``: re-roll and full patch beside the cells. ``"all"``: each cell's self-patch, one-ulp noise, patch
         into re-rolled sums and patch from a float32 donor too. ``"none"``: neither.
     store
@@ -146,7 +147,7 @@ def sweep(
         raise InputError("There is no cell to sweep over; give a site and an axis, or patches.")
     run_on = engine_of(engine, workers=workers, threads=threads, address=address, gpus=cuda_devices(*setup.models))
     return run_cells(
-        setup, cells, placebos=placebos, controls=controls, seed=seed, progress=progress, store=store, over=axes,
+        setup, cells, placebos=placebos, checks=checks, seed=seed, progress=progress, store=store, over=axes,
         run_on=run_on,
     )  # fmt: skip
 
@@ -156,7 +157,7 @@ def run_cells(
     cells: Sequence[Cell],
     *,
     placebos: int,
-    controls: Controls,
+    checks: Checks,
     seed: int,
     progress: bool,
     store: str | FilePath | None = None,
@@ -166,18 +167,18 @@ def run_cells(
 ) -> Sweep:
     """Run these cells over the prompts of ``setup``; see `sweep`.
 
-    ``controlled`` restricts each cell's own controls (``controls="all"``) to these cells.
+    ``controlled`` restricts each cell's own controls (``checks="all"``) to these cells.
     """
-    if controls not in ("all", "shared", "none"):
-        raise InputError(f"controls={controls!r}: choose 'all', 'shared' or 'none'.")
+    if checks not in ("all", "shared", "none"):
+        raise InputError(f"checks={checks!r}: choose 'all', 'shared' or 'none'.")
     run_on = engine_of() if run_on is None else run_on
-    company = Company(placebos, controls != "none", controls == "all", seed, controlled)
+    company = Company(placebos, checks != "none", checks == "all", seed, controlled)
     walk = Walk(setup.model, setup.donor, setup.recipient, company, setup.trace(0))  # checks and names; runs nothing
     for prompt, length in zip(setup.prompts, setup.lengths, strict=True):
         walk.check(cells, len(prompt.ids), length)
     shared = walk.shared_arms()
     arms = [*shared, *(arm for number in range(len(cells)) for arm in walk.cell_arms(number))]
-    settings = {"placebos": placebos, "controls": controls, "seed": seed, "controlled": sorted(controlled or ())}
+    settings = {"placebos": placebos, "controls": checks, "seed": seed, "controlled": sorted(controlled or ())}
     with pinned(run_on.threads), Store(store, "sweep", _all_settings(setup, cells, settings, store)) as kept:
         _run(setup, walk, cells, company, run_on, kept, progress)
         for number in range(len(setup.prompts)):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -251,31 +249,3 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def takes_store_as(old: str) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
-    """Let a verb's ``store=`` be given by its older name, with a warning.
-
-    Examples
-    --------
-    >>> @takes_store_as("results")
-    ... def verb(store=None):
-    ...     return store
-    >>> verb(store="folder")
-    'folder'
-    """
-
-    def renamed(verb: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-        @functools.wraps(verb)
-        def called(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-            if old in kwargs:
-                given = kwargs.pop(old)
-                if kwargs.get("store") is not None:
-                    raise InputError(f"store= and {old}= are two names of one folder; give store= alone.")
-                warnings.warn(f"{old}= is called store= now, and will go.", FutureWarning, stacklevel=2)
-                kwargs["store"] = given
-            return verb(*args, **kwargs)
-
-        return called
-
-    return renamed

@@ -24,7 +24,7 @@ def precision(drift: Drift, *, site: str = "resid_post", dark: bool = False) -> 
     Parameters
     ----------
     drift
-        What ``kvdrift.compare(..., control="float32")`` found.
+        What ``kvdrift.compare(..., also_in="float32")`` found.
     site
         A residual site that both have.
     dark
@@ -42,12 +42,12 @@ def precision(drift: Drift, *, site: str = "resid_post", dark: bool = False) -> 
     >>> import kvdrift as kd
     >>> import torch
     >>> model = kd.load(kd.models.tiny("llama", dtype=torch.bfloat16))
-    >>> drift = kd.compare(model, [1, 2, 3], control="float32", max_new_tokens=4, progress=False)
+    >>> drift = kd.compare(model, [1, 2, 3], also_in="float32", max_new_tokens=4, progress=False)
     >>> fig = kd.views.precision(drift)
     """
     control = drift.control
     if control is None:
-        raise InputError('This drift has no control to show beside it: run compare(..., control="float32").')
+        raise InputError('This drift has no control to show beside it: run compare(..., also_in="float32").')
     pair = [(drift, PATH_A), (control, PATH_B)]
     curves = [curve(d, site) for d, _ in pair]
     axis = LogAxis.of([x for c in curves for x in c.drawn])

@@ -206,7 +206,7 @@ def test_patching_and_the_controls_run_on_a_bridge():
     drift = kd.compare(model, PROMPT, a=kd.CacheOn(controls=fixed), b=kd.CacheOff(controls=fixed), **QUIET)
     assert drift.values("logits", "logit_max")[drift.measured].max() == 0
     own, theirs = (
-        kd.compare(x, PROMPT, control="bfloat16", floor=1, local=False, **QUIET) for x in (tiny("llama"), model)
+        kd.compare(x, PROMPT, also_in="bfloat16", floor=1, local=False, **QUIET) for x in (tiny("llama"), model)
     )
     for site, metric, of in (("logits", "kl", "drift"), ("resid_post", "rel_l2", "drift"), ("k", "rel_l2", "drift")):
         for one, two in ((own, theirs), (own.control, theirs.control)):

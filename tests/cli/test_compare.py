@@ -64,14 +64,14 @@ def test_options_reach_the_comparison(folder, monkeypatch, capsys):
     monkeypatch.setattr(comparing, "compare", spy)
     arguments = [
         "compare", str(folder), "--prompt", "one", "--max-new-tokens", "7", "--dtype", "float32",
-        "--control", "bfloat16", "--floor", "2", "--no-local", "--every", "3", "--tokens", "b",
+        "--also-in", "bfloat16", "--floor", "2", "--no-local", "--every", "3", "--tokens", "b",
         "--prefill-chunk", "2", "--seed", "5", "--ignore-eos",
     ]  # fmt: skip
     assert main(arguments) == 130
     assert seen["prompts"] == ["one"]
     assert seen["a"].prefill_chunk == 2
     expected = {
-        "max_new_tokens": 7, "dtype": "float32", "control": "bfloat16", "floor": 2, "local": False, "every": 3,
+        "max_new_tokens": 7, "dtype": "float32", "also_in": "bfloat16", "floor": 2, "local": False, "every": 3,
         "tokens": "b", "seed": 5, "ignore_eos": True,
     }  # fmt: skip
     assert {name: seen[name] for name in expected} == expected

@@ -59,12 +59,12 @@ def test_sweep_prints_what_the_python_verb_gives(folder, drifting, capsys):
     arguments = [
         "sweep", str(folder), *QUICK, *HALF, "--sites", "k,v", "--over", "layer,head", "--layers", "1,3",
         "--schedule", "persistent", "--schedule", "one_shot(1)", "--positions", "past", "--write", "cache",
-        "--placebos", "2", "--controls", "none", "--seed", "4", "--json",
+        "--placebos", "2", "--checks", "none", "--seed", "4", "--json",
     ]  # fmt: skip
     assert main(arguments) == 0
     expected = kd.sweep(
         drifting, [TEXT], sites=["k", "v"], over=["layer", "head"], layers=[1, 3], positions="past", write="cache",
-        schedule=["persistent", "one_shot(1)"], max_new_tokens=5, placebos=2, controls="none", seed=4, progress=False,
+        schedule=["persistent", "one_shot(1)"], max_new_tokens=5, placebos=2, checks="none", seed=4, progress=False,
     )  # fmt: skip
     assert printed(capsys) == plain(expected)
     assert len(expected.cells) == 16
@@ -92,7 +92,7 @@ def test_sites_given_together_are_written_together(folder, tmp_path):
     """And ``--write`` is for the K/V among them."""
     saved = tmp_path / "p.safetensors"
     arguments = ["patch", str(folder), *QUICK, "--site", "resid_post", "--site", "kv", "--write", "read"]
-    assert main([*arguments, "--placebos", "0", "--no-controls", "--save", str(saved)]) == 0
+    assert main([*arguments, "--placebos", "0", "--no-checks", "--save", str(saved)]) == 0
     (cell,) = kd.PatchResult.load(saved).cells
     assert cell.patches == (kd.Patch("resid_post"), kd.Patch("kv", write="read"))
     assert {arm.role for arm in kd.PatchResult.load(saved).arms} == {"unpatched", "patched"}
@@ -142,16 +142,16 @@ def test_the_command_names_every_option_that_decides_the_numbers(folder, tmp_pat
     arguments = [
         "sweep", str(folder), "--prompts", str(file), "--sites", "v", "--schedule", "one_shot(1)", "--schedule",
         "persistent", "--layers", "0", "--recipient", "off", "--max-new-tokens", "3", "--placebos", "0",
-        "--controls", "none", "--seed", "2",
+        "--checks", "none", "--seed", "2",
     ]  # fmt: skip
     assert main([*arguments, "--save", str(saved), "--results", str(tmp_path / "cells"), "--json"]) == 0
     assert kd.Sweep.load(saved).provenance["command"] == (
         "kvdrift sweep tiny-llama --prompts p.jsonl --sites v --schedule 'one_shot(1)' --schedule persistent "
-        "--layers 0 --recipient off --max-new-tokens 3 --placebos 0 --controls none --seed 2"
+        "--layers 0 --recipient off --max-new-tokens 3 --placebos 0 --checks none --seed 2"
     )
     result = tmp_path / "p.safetensors"
-    assert main(["patch", str(folder), *QUICK, "--no-controls", "--save", str(result)]) == 0
-    assert kd.PatchResult.load(result).provenance["command"].endswith("--max-new-tokens 5 --no-controls")
+    assert main(["patch", str(folder), *QUICK, "--no-checks", "--save", str(result)]) == 0
+    assert kd.PatchResult.load(result).provenance["command"].endswith("--max-new-tokens 5 --no-checks")
 
 
 # --- Ctrl-C and going on
@@ -331,7 +331,7 @@ SWEEP = [
     (["--sites", "nonsense"], 1, "'nonsense' cannot be patched"),
     (["--sites", ""], 1, "no cell to sweep over"),
     (["--schedule", "sometimes"], 1, "schedule='sometimes'"),
-    (["--controls", "some"], 2, "--controls"),
+    (["--checks", "some"], 2, "--checks"),
     (["--recipient", "sideways"], 2, "--recipient"),
     (["--engine", "slurm"], 2, "--engine"),
     (["--workers", "2"], 1, "are for engine='ray'"),

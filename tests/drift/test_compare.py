@@ -261,7 +261,7 @@ def test_prompts_side_by_side_are_the_prompts_alone(tiny_model):
 def test_the_control_is_the_same_comparison_in_another_dtype_on_the_same_tokens(hooks):
     hf = tiny("llama", dtype=torch.bfloat16)
     before = {name: weight.clone() for name, weight in hf.state_dict().items()}
-    drift = compare(hf, PROMPT, control="float32", floor=1, local=True)
+    drift = compare(hf, PROMPT, also_in="float32", floor=1, local=True)
     assert (drift.a.dtype, drift.control.a.dtype) == ("bfloat16", "float32")
     np.testing.assert_array_equal(drift.control.arrays["fed"], drift.arrays["fed"])
     upcast = kd.load(tiny("llama", dtype=torch.bfloat16).float(), quiet=True)
@@ -307,7 +307,7 @@ def interrupted(monkeypatch, tmp_path):
 
 def test_a_run_that_was_stopped_continues_to_the_same_numbers(interrupted, tiny_model, same_bits, monkeypatch, hooks):
     model, prompts = tiny_model("llama", torch.bfloat16), [PROMPT, [1, 2, 3], [9, 8]]
-    options = {"floor": 1, "local": True, "control": "float32", "max_new_tokens": 2}
+    options = {"floor": 1, "local": True, "also_in": "float32", "max_new_tokens": 2}
     whole = compare(model, prompts, **options)
     folder = interrupted(model, prompts, **options)
     assert not hooks(model.hf)
@@ -385,7 +385,7 @@ def test_a_damaged_folder_is_refused(tmp_path, tiny_model):
         ({"tokens": [384]}, InputError, "outside the vocabulary"),
         ({"tokens": "b", "every": 2}, InputError, "every step of path b"),
         ({"self_drift": True, "every": 2}, InputError, "neighbouring steps"),
-        ({"control": "float32"}, InputError, "own dtype"),
+        ({"also_in": "float32"}, InputError, "own dtype"),
         ({"control": "int8"}, InputError, "no dtype"),
         ({"sites": ["nonsense"]}, SiteError, "nonsense"),
         ({"sites": []}, SiteError, "No site"),

@@ -18,7 +18,7 @@ PROMPTS = [[5, 9, 100, 33, 7], [8, 250]]
 def drift(tiny_model):
     return kd.compare(
         tiny_model("mistral"), PROMPTS, tokens=[[1, 2, 3, 4], [5, 6]], floor=2, self_drift=True, kv_every=2,
-        control="float64", progress=False,
+        also_in="float64", progress=False,
     )  # fmt: skip
 
 

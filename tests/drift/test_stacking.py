@@ -72,7 +72,7 @@ def test_a_run_over_prompts_of_different_lengths_is_its_parts(tokens, tiny_model
 
 
 def test_controls_are_joined_too(tiny_model):
-    drift = kd.compare(tiny_model("llama"), PROMPTS[:2], max_new_tokens=2, floor=0, control="float64", progress=False)
+    drift = kd.compare(tiny_model("llama"), PROMPTS[:2], max_new_tokens=2, floor=0, also_in="float64", progress=False)
     assert drift.control.prompts == drift.prompts
     assert drift.control.a.dtype == "float64"
     assert drift.control.values("resid_post").shape == drift.values("resid_post").shape

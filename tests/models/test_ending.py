@@ -14,7 +14,7 @@ PROMPT, STEPS = [1, 2, 3], 4
 QUICK = {"max_new_tokens": STEPS, "progress": False}
 VERBS = {
     "compare": lambda model, **options: kd.compare(model, PROMPT, floor=1, **QUICK, **options),
-    "patch": lambda model, **options: kd.patch(model, PROMPT, "kv", placebos=1, controls=False, **QUICK, **options),
+    "patch": lambda model, **options: kd.patch(model, PROMPT, "kv", placebos=1, checks=False, **QUICK, **options),
     "sweep": lambda model, **options: kd.sweep(model, PROMPT, sites=["k"], placebos=0, **QUICK, **options),
     "factorial": lambda model, **options: kd.factorial(model, PROMPT, **QUICK, **options),
     "falsify": lambda model, **options: kd.falsify(model, PROMPT, arms=["fixed-shape"], **QUICK, **options),
@@ -137,7 +137,7 @@ def test_the_chat_template_is_hinted_at(talking, capsys):
     assert f"! {UNUSED_TEMPLATE}" in " ".join(going_on.summary().split())
     kd.record(talking, "how many rolls", sites=["logits"], max_new_tokens=2, ignore_eos=True)
     assert f"kvdrift: {UNUSED_TEMPLATE}." in capsys.readouterr().err
-    assert UNUSED_TEMPLATE in kd.patch(talking, "how many rolls", "kv", placebos=0, controls=False, **QUICK).notes
+    assert UNUSED_TEMPLATE in kd.patch(talking, "how many rolls", "kv", placebos=0, checks=False, **QUICK).notes
     assert UNUSED_TEMPLATE in kd.factorial(talking, "how many rolls", **QUICK).notes
 
 

@@ -80,7 +80,7 @@ def test_each_crossing_is_a_one_shot_patch_of_what_is_read(family, tiny_model):
         patch = kd.Patch("kv", schedule=kd.Schedule.one_shot(step), write="read")
         for recipient, donor, pair in ((ON, OFF, "y10-y00"), (OFF, ON, "y01-y11")):
             result = kd.patch(
-                model, PROMPT, patch, recipient=recipient, donor=donor, tokens=TOKENS, placebos=0, controls=False,
+                model, PROMPT, patch, recipient=recipient, donor=donor, tokens=TOKENS, placebos=0, checks=False,
                 progress=False,
             )  # fmt: skip
             for metric in METRICS:

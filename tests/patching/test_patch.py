@@ -21,7 +21,7 @@ N = len(PROMPT)
 
 
 def patch(model, patches="kv", prompt=PROMPT, **options):
-    options = {"max_new_tokens": 5, "placebos": 1, "controls": False, "progress": False} | options
+    options = {"max_new_tokens": 5, "placebos": 1, "checks": False, "progress": False} | options
     return kd.patch(model, prompt, patches, **options)
 
 
@@ -53,9 +53,7 @@ def same_arrays(one, two, same_bits):
 def test_every_control_is_there_and_says_what_it_must(dtype, tiny_model):
     model = tiny_model("llama", dtype, intermediate_size=2048)
     donor = kd.CacheOff(model=near(model, 0.1))  # differences of many ulps
-    result = patch(
-        model, kd.Patch("kv", schedule="one_shot(2)"), donor=donor, placebos=2, controls=True, tokens=[3] * 6
-    )
+    result = patch(model, kd.Patch("kv", schedule="one_shot(2)"), donor=donor, placebos=2, checks=True, tokens=[3] * 6)
     roles = ["unpatched", "re-roll", "full patch", "patched", "placebo", "placebo", "self-patch", "one ulp",
              "re-rolled patched"]  # fmt: skip
     assert [arm.role for arm in result.arms] == roles + ["float32 donor"] * (dtype == torch.bfloat16)
@@ -78,7 +76,7 @@ def test_every_control_is_there_and_says_what_it_must(dtype, tiny_model):
 
 
 def test_float32_has_no_wider_donor_and_says_so(tiny_model):
-    result = patch(tiny_model("llama"), controls=True)
+    result = patch(tiny_model("llama"), checks=True)
     assert not result.find("float32 donor")
     assert np.isnan(result.arrays["signature"]).all()
     assert any("no float32 donor" in note and "float32" in note for note in result.notes)
@@ -86,7 +84,7 @@ def test_float32_has_no_wider_donor_and_says_so(tiny_model):
 
 def test_signature(tiny_model):
     """Against float32, the donor's error has cosine 1 with itself: the full patch has it, the re-roll does not."""
-    result = patch(tiny_model("llama", torch.bfloat16, intermediate_size=2048), controls=True)
+    result = patch(tiny_model("llama", torch.bfloat16, intermediate_size=2048), checks=True)
     full = rows(result, "signature", "full patch")[1:]
     assert full == pytest.approx(np.ones(4), abs=1e-12)
     reroll = rows(result, "signature", "re-roll")[1:]
@@ -112,7 +110,7 @@ def test_one_ulp_is_not_washed_out_by_the_other_values_of_the_patch(tiny_model):
     changed = []
     for seed in range(8):
         result = patch(
-            tiny_model("llama"), kd.Patch("resid_post", layers=[0, 3]), controls=True, seed=seed, max_new_tokens=2,
+            tiny_model("llama"), kd.Patch("resid_post", layers=[0, 3]), checks=True, seed=seed, max_new_tokens=2,
             placebos=0, trajectories=False,
         )  # fmt: skip
         changed.append(rows(result, "unchanged", "one ulp")[1] == 0)
@@ -125,7 +123,7 @@ def test_one_ulp_is_moved_once_and_noise_is_drawn_anew(tiny_model, monkeypatch):
     native, keys = walk.generator, []
     monkeypatch.setattr(walk, "generator", lambda *key: keys.append(key) or native(*key))
     result = patch(
-        tiny_model("llama"), kd.Patch("v", layers=[1, 2]), controls=True, placebos=2, seed=4, trajectories=False
+        tiny_model("llama"), kd.Patch("v", layers=[1, 2]), checks=True, placebos=2, seed=4, trajectories=False
     )
     moved = rows(result, "moved", "one ulp")
     assert moved[1] > 0
@@ -156,13 +154,13 @@ def test_no_placebos_and_no_controls(tiny_model):
     assert [arm.role for arm in result.arms] == ["unpatched", "patched"]
     assert result.recovery().reference == "unpatched"
     assert "against no patch" in result.summary()
-    assert patch(tiny_model("llama"), placebos=0, controls=True).find("placebo") == []
+    assert patch(tiny_model("llama"), placebos=0, checks=True).find("placebo") == []
 
 
 def test_the_same_call_gives_the_same_bits_whatever_else_is_asked_for(tiny_model, same_bits, tmp_path):
     model = tiny_model("gemma3", torch.bfloat16)
     donor = kd.CacheOff(model=near(model, 0.1))
-    options = {"donor": donor, "placebos": 2, "controls": True, "max_new_tokens": 3}
+    options = {"donor": donor, "placebos": 2, "checks": True, "max_new_tokens": 3}
     one, two = (patch(model, kd.Patch("kv", layers=1), **options) for _ in range(2))
     same_arrays(one, two, same_bits)
     same_arrays(one, kd.PatchResult.load(one.save(tmp_path / "result")), same_bits)
@@ -253,7 +251,7 @@ def test_paths_of_every_kind(family, odd, tiny_model, hooks):
     model = tiny_model(family)
     recipient, donor = ODD[odd]
     result = patch(
-        model, "kv", recipient=recipient, donor=donor, controls=True, trajectories=False, max_new_tokens=3, placebos=0
+        model, "kv", recipient=recipient, donor=donor, checks=True, trajectories=False, max_new_tokens=3, placebos=0
     )
     assert (rows(result, "unchanged", "self-patch") == 1).all()
     assert np.isfinite(rows(result, "moved")[1:]).all()
@@ -271,7 +269,7 @@ def test_paths_of_every_kind(family, odd, tiny_model, hooks):
 def test_a_static_cache(write, tiny_model):
     model = tiny_model("llama")
     static = kd.CacheOn(cache=lambda: StaticCache(config=model.hf.config, max_cache_len=32))
-    result = patch(model, kd.Patch("kv", write=write), recipient=static, controls=True, trajectories=False)
+    result = patch(model, kd.Patch("kv", write=write), recipient=static, checks=True, trajectories=False)
     assert (rows(result, "unchanged", "self-patch") == 1).all()
     assert (rows(result, "identical", "full patch")[1:] == 1).all()
     assert (rows(result, "unchanged")[2:] == 0).all()
@@ -280,7 +278,7 @@ def test_a_static_cache(write, tiny_model):
     model = tiny_model("mistral")
     sliding = kd.CacheOn(cache=lambda: StaticCache(config=model.hf.config, max_cache_len=32))
     if write == "read":
-        found = patch(model, kd.Patch("kv", write=write), recipient=sliding, controls=True, trajectories=False)
+        found = patch(model, kd.Patch("kv", write=write), recipient=sliding, checks=True, trajectories=False)
         assert (rows(found, "unchanged", "self-patch") == 1).all()
     else:
         with pytest.raises(SiteError, match="use write='read'"):
@@ -298,7 +296,7 @@ class Own:
 
 def test_a_path_of_ones_own_is_a_donor_like_any_other(tiny_model):
     model = tiny_model("llama", torch.bfloat16)
-    mine, builtin = (patch(model, donor=donor, controls=True, trajectories=False) for donor in (Own(), OFF))
+    mine, builtin = (patch(model, donor=donor, checks=True, trajectories=False) for donor in (Own(), OFF))
     for name, array in builtin.arrays.items():
         np.testing.assert_array_equal(mine.arrays[name], array, err_msg=name)
     assert mine.donor.label == "mine"
@@ -324,7 +322,7 @@ def test_positions_all_reach_the_current_key_and_value(tiny_model):
 @pytest.mark.parametrize("prompt", [[5], PROMPT], ids=["one token", "long"])
 @pytest.mark.parametrize("recipient", [ON, OFF], ids=["on", "off"])
 def test_the_shortest_run(prompt, recipient, tiny_model):
-    result = patch(tiny_model("mistral"), "kv", prompt, max_new_tokens=2, recipient=recipient, controls=True)
+    result = patch(tiny_model("mistral"), "kv", prompt, max_new_tokens=2, recipient=recipient, checks=True)
     assert result.arrays["logit_l2"].shape[-1] == 2
     assert np.isfinite(rows(result, "moved")[1])
     assert not result.counted().any()
@@ -338,7 +336,7 @@ def test_the_shortest_run(prompt, recipient, tiny_model):
 
 def test_two_models_of_one_shape(tiny_model):
     model, other = tiny_model("llama"), kd.load(tiny("llama", seed=1), quiet=True)
-    result = patch(model, "resid_post", donor=kd.CacheOff(model=other), controls=True)
+    result = patch(model, "resid_post", donor=kd.CacheOff(model=other), checks=True)
     assert result.donor.model == result.recipient.model
     assert (rows(result, "flip", "unpatched") == 1).any()
     assert result.provenance["settings"]["weights"] == [model.fingerprint, other.fingerprint]
@@ -350,7 +348,7 @@ def test_two_models_of_one_shape(tiny_model):
 
 def test_a_donor_in_another_dtype(tiny_model):
     wide, narrow = tiny_model("llama"), tiny_model("llama", torch.bfloat16)
-    result = patch(narrow, "kv", donor=kd.CacheOff(model=wide), controls=True)
+    result = patch(narrow, "kv", donor=kd.CacheOff(model=wide), checks=True)
     assert (result.donor.dtype, result.recipient.dtype) == ("float32", "bfloat16")
     assert (rows(result, "identical") == 0).all()
     assert (rows(result, "moved")[1:] > 0).all()
@@ -371,14 +369,14 @@ def test_a_donor_in_another_dtype(tiny_model):
 def test_two_models_of_different_shape_are_refused(overrides, site, error, words, tiny_model, hooks):
     model, other = tiny_model("llama"), kd.load(tiny("llama", **overrides), quiet=True)
     with pytest.raises(error, match=words):
-        patch(model, site, donor=kd.CacheOff(model=other), controls=True)
+        patch(model, site, donor=kd.CacheOff(model=other), checks=True)
     assert not hooks(model.hf)
     assert not hooks(other.hf)
 
 
 def test_a_shallower_donor_serves_the_layers_that_it_has(tiny_model):
     other = kd.load(tiny("llama", num_hidden_layers=2), quiet=True)
-    result = patch(tiny_model("llama"), kd.Patch("kv", layers=[0, 1]), donor=kd.CacheOff(model=other), controls=True)
+    result = patch(tiny_model("llama"), kd.Patch("kv", layers=[0, 1]), donor=kd.CacheOff(model=other), checks=True)
     assert (rows(result, "moved")[1:] > 0).all()
     assert any("no full patch" in note for note in result.notes)
 
@@ -441,7 +439,7 @@ def test_a_saved_trace_is_as_good_as_the_live_path(family, recipient, tiny_model
     trace = kd.record(model, PROMPT, path=donor, sites=sites, positions="all", max_new_tokens=3, progress=False)
     trace = kd.Trace.load(trace.save(tmp_path / "donor.safetensors"))
     patches = [kd.Patch("kv", write="read"), kd.Patch("attn_out", layers=1), kd.Patch("q", layers=[0, 2], heads=[1, 3])]
-    options = {"recipient": recipient, "controls": True, "trajectories": False, "max_new_tokens": 3}
+    options = {"recipient": recipient, "checks": True, "trajectories": False, "max_new_tokens": 3}
     live, saved = patch(model, patches, donor=donor, **options), patch(model, patches, donor=trace, **options)
     same_arrays(live, saved, same_bits)
     assert (live.donor, live.notes) == (saved.donor, saved.notes)
@@ -464,7 +462,7 @@ def test_a_trace_with_one_layer_serves_that_layer(tiny_model):
         model, PROMPT, path=OFF, sites=["resid_post", "final_norm", "logits"], layers=[2], max_new_tokens=4,
         progress=False,
     )  # fmt: skip
-    result = patch(model, kd.Patch("resid_post", layers=2), donor=trace, controls=True)
+    result = patch(model, kd.Patch("resid_post", layers=2), donor=trace, checks=True)
     assert any("no full patch" in note for note in result.notes)
     with pytest.raises(SiteError, match="lacks 'resid_post' of layer 1"):
         patch(model, kd.Patch("resid_post", layers=[1, 2]), donor=trace)
@@ -476,7 +474,7 @@ def test_one_trace_per_prompt(tiny_model, same_bits):
         model, prompts, path=OFF, sites=["k", "v", "logits"], positions="all", max_new_tokens=4, progress=False
     )
     saved, live = (
-        kd.patch(model, prompts, "kv", donor=d, max_new_tokens=4, placebos=1, controls=False, trajectories=False,
+        kd.patch(model, prompts, "kv", donor=d, max_new_tokens=4, placebos=1, checks=False, trajectories=False,
                  progress=False)
         for d in (traces, OFF)
     )  # fmt: skip
@@ -612,7 +610,7 @@ def test_nothing_is_left_after_success_also_inside_a_tap(tiny_model, hooks):
     before = tables(model.hf)
     with kd.tap(model, ["resid_post", "k"]) as taps:
         inside, wrapped = hooks(model.hf), tables(model.hf)
-        patch(model, ["kv", "resid_mid", "z"], controls=True)
+        patch(model, ["kv", "resid_mid", "z"], checks=True)
         assert hooks(model.hf) == inside
         assert tables(model.hf) == wrapped
         assert len(taps.steps) > 5
@@ -649,7 +647,7 @@ def test_nothing_is_left_after_an_interruption_in_any_step(at, hooks):
 
     handle = hf.model.layers[2].register_forward_hook(interrupt)
     with pytest.raises(KeyboardInterrupt):
-        patch(model, ["kv", "resid_post"], controls=True, recipient=kd.CacheOn(attn="eager"))
+        patch(model, ["kv", "resid_post"], checks=True, recipient=kd.CacheOn(attn="eager"))
     handle.remove()
     assert next(calls) > at
     assert not hooks(hf)

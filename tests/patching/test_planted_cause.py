@@ -137,7 +137,7 @@ def find(
     model, other = models
     to, source = PATHS[recipient]
     donor = (to if one_path else source)(controls=controls)
-    given = {"sites": ("k", "v"), "write": "read", "placebos": 0, "controls": "none"} | options
+    given = {"sites": ("k", "v"), "write": "read", "placebos": 0, "checks": "none"} | options
     decoding = recipient == "ON" if model is other else None
     n_prompt = len(prompts) if isinstance(prompts[0], int) else len(prompts[0])
     with planted(other, *plants, n_prompt=n_prompt, order=order, decoding=decoding):
@@ -348,12 +348,12 @@ def squares(sweep, role, cell=0):
     return np.where(sweep.counted(steps="all"), sweep.values("logit_l2", role, cell)[0] ** 2, 0).sum(axis=1)
 
 
-def sound(models, recipient, seed, patch, controls):
-    """One cell's sweep with nothing planted; with ``controls="shared"`` a re-roll stands beside it: the floor."""
+def sound(models, recipient, seed, patch, checks):
+    """One cell's sweep with nothing planted; with ``checks="shared"`` a re-roll stands beside it: the floor."""
     to, source = PATHS[recipient]
     return kd.sweep(
         models[0], prompts(seed), patches=[patch], donor=source(), recipient=to(models[1]), max_new_tokens=N_STEPS,
-        placebos=0, controls=controls, progress=False,
+        placebos=0, checks=checks, progress=False,
     )  # fmt: skip
 
 

@@ -68,12 +68,12 @@ def model(tiny_model):
 
 @pytest.fixture(scope="module")
 def whole(model):
-    return sweep(model, patches=CELLS, placebos=2, controls="all")
+    return sweep(model, patches=CELLS, placebos=2, checks="all")
 
 
 def test_a_cell_has_the_numbers_that_it_has_alone(model, whole):
     for number in range(len(CELLS)):
-        alone = sweep(model, patches=[CELLS[number]], placebos=2, controls="all")
+        alone = sweep(model, patches=[CELLS[number]], placebos=2, checks="all")
         same_cell(whole, number, alone, 0)
 
 
@@ -88,10 +88,10 @@ def test_a_cell_has_the_numbers_of_kd_patch(model, whole):
 
 def test_order_and_subset_do_not_matter(model, whole):
     order = [3, 0, 4]
-    some = sweep(model, patches=[CELLS[i] for i in order], placebos=2, controls="all")
+    some = sweep(model, patches=[CELLS[i] for i in order], placebos=2, checks="all")
     for place, number in enumerate(order):
         same_cell(whole, number, some, place)
-    fewer = sweep(model, patches=CELLS[::-1], placebos=1, controls="none")
+    fewer = sweep(model, patches=CELLS[::-1], placebos=1, checks="none")
     for number in range(len(CELLS)):
         for role, seed in (("patched", None), ("placebo", 0)):
             for name in METRICS:
@@ -103,7 +103,7 @@ def test_order_and_subset_do_not_matter(model, whole):
 @pytest.mark.parametrize("together", [1, 3])
 def test_how_many_step_together_does_not_matter(together, model, whole, monkeypatch):
     monkeypatch.setattr(module, "TOGETHER", together)
-    same(sweep(model, patches=CELLS, placebos=2, controls="all"), whole)
+    same(sweep(model, patches=CELLS, placebos=2, checks="all"), whole)
 
 
 @pytest.mark.parametrize("recipient", [ON, OFF], ids=["on", "off"])
@@ -138,7 +138,7 @@ def calls_of(monkeypatch, stop=None):
 
 @pytest.mark.parametrize("stop", [1, 2, 3])
 def test_an_interrupted_sweep_goes_on_where_it_was(stop, model, whole, monkeypatch, tmp_path, hooks):
-    options = {"patches": CELLS, "placebos": 2, "controls": "all", "store": tmp_path}
+    options = {"patches": CELLS, "placebos": 2, "checks": "all", "store": tmp_path}
     monkeypatch.setattr(module, "TOGETHER", 2)
     with monkeypatch.context() as patched:
         calls_of(patched, stop)
@@ -159,7 +159,7 @@ def records(folder):
 
 
 def test_a_file_that_was_cut_off_anywhere(model, tmp_path):
-    options = {"patches": CELLS, "placebos": 1, "controls": "none", "store": tmp_path}
+    options = {"patches": CELLS, "placebos": 1, "checks": "none", "store": tmp_path}
     whole = sweep(model, **options)
     path = tmp_path / "records.jsonl"
     content, kept = path.read_bytes(), records(tmp_path)
@@ -197,7 +197,7 @@ class Travelling:
 @pytest.mark.parametrize("donor", ["path", "trace"])
 def test_workers_that_have_travelled_give_the_same_records(donor, tiny_model, tmp_path, monkeypatch):
     model, other = tiny_model("mistral"), tiny_model("mistral", dtype=torch.bfloat16)
-    options = {"prompt": [PROMPT, PROMPT[:7]], "sites": "kv", "placebos": 1, "controls": "all", "threads": 1}
+    options = {"prompt": [PROMPT, PROMPT[:7]], "sites": "kv", "placebos": 1, "checks": "all", "threads": 1}
     if donor == "trace":
         options["donor"] = [
             kd.record(
@@ -234,7 +234,7 @@ def test_two_ray_workers_go_on_where_this_process_stopped_with_the_same_records(
 
 def test_other_threads_are_other_numbers(model, tmp_path):
     before = torch.get_num_threads()
-    options = {"patches": CELLS[:1], "placebos": 0, "controls": "none", "store": tmp_path}
+    options = {"patches": CELLS[:1], "placebos": 0, "checks": "none", "store": tmp_path}
     sweep(model, **options, threads=before)
     with pytest.raises(FileError, match=f"threads: {before} there, {before + 1} here"):
         sweep(model, **options, threads=before + 1)
@@ -243,7 +243,7 @@ def test_other_threads_are_other_numbers(model, tmp_path):
 
 @pytest.mark.parametrize("where", ["bar", "step"])
 def test_an_interruption_in_the_bar_or_a_step(where, model, monkeypatch, tmp_path, hooks):
-    options = {"patches": CELLS, "placebos": 1, "controls": "shared"}
+    options = {"patches": CELLS, "placebos": 1, "checks": "shared"}
     whole = sweep(model, **options)
     options["store"] = tmp_path
     monkeypatch.setattr(module, "TOGETHER", 2)
@@ -279,7 +279,7 @@ def test_an_interruption_in_the_bar_or_a_step(where, model, monkeypatch, tmp_pat
     [
         ({"seed": 1}, "seed: 0 there, 1 here"),
         ({"placebos": 1}, "placebos: 2 there, 1 here"),
-        ({"controls": "none"}, "controls: all there, none here"),
+        ({"checks": "none"}, "controls: all there, none here"),
         ({"patches": CELLS[:2]}, "cells: 1 entries there, 2 here"),
         ({"prompt": PROMPT[1:]}, "prompts.0: 10 entries there, 9 here"),
         ({"max_new_tokens": 5}, "lengths.0: 4 there, 5 here"),
@@ -291,7 +291,7 @@ def test_an_interruption_in_the_bar_or_a_step(where, model, monkeypatch, tmp_pat
     ids=lambda value: value if isinstance(value, str) else None,
 )
 def test_a_folder_of_another_sweep_is_refused_by_name(change, names, model, tmp_path, hooks):
-    options = {"patches": [CELLS[4]], "placebos": 2, "controls": "all", "store": tmp_path}
+    options = {"patches": [CELLS[4]], "placebos": 2, "checks": "all", "store": tmp_path}
     sweep(model, **options)
     before = (tmp_path / "records.jsonl").read_bytes()
     with pytest.raises(FileError, match=f"holds another sweep .it differs in {names}.*; choose another folder"):
@@ -301,7 +301,7 @@ def test_a_folder_of_another_sweep_is_refused_by_name(change, names, model, tmp_
 
 
 def test_a_folder_of_another_model_or_a_file_is_refused(model, tiny_model, tmp_path):
-    options = {"patches": [CELLS[4]], "store": tmp_path, "placebos": 0, "controls": "none"}
+    options = {"patches": [CELLS[4]], "store": tmp_path, "placebos": 0, "checks": "none"}
     sweep(model, **options)
     with pytest.raises(FileError, match=r"it differs in weights\.0: \w+ there, \w+ here"):
         sweep(tiny_model("mistral", seed=1), **options)
@@ -377,7 +377,7 @@ def places(found):
     ],
 )  # fmt: skip
 def test_the_cells_of_an_axis(options, expected, tiny_model):
-    found = sweep(tiny_model("llama"), **options, placebos=0, controls="none", max_new_tokens=5)
+    found = sweep(tiny_model("llama"), **options, placebos=0, checks="none", max_new_tokens=5)
     assert places(found) == expected
     table = found.to_dataframe()
     assert len(table) == len(expected)
@@ -442,7 +442,7 @@ def test_a_saved_trace_serves_a_sweep(tiny_model):
         ({"sites": "pattern"}, SiteError, "cannot be patched"),
         ({"schedule": "sometimes"}, InputError, "schedule='sometimes'"),
         ({"placebos": -1}, InputError, "placebos=-1"),
-        ({"controls": True}, InputError, "choose 'all', 'shared' or 'none'"),
+        ({"checks": True}, InputError, "choose 'all', 'shared' or 'none'"),
         ({"max_new_tokens": 1}, InputError, "give 2 or more"),
         ({"sites": "kv", "write": "cache", "recipient": OFF}, InputError, "needs a recipient with a cache"),
     ],
@@ -509,7 +509,7 @@ class Steered(kd.CacheOff):
     ],
 )
 def test_another_recipient_is_not_handed_the_first_ones_numbers(one, other, names, model, tmp_path):
-    options = {"sites": "v", "layers": [0], "placebos": 0, "controls": "none", "donor": kd.CacheOn()}
+    options = {"sites": "v", "layers": [0], "placebos": 0, "checks": "none", "donor": kd.CacheOn()}
     first = sweep(model, **options, recipient=one, store=tmp_path)
     with pytest.raises(FileError, match=names):
         sweep(model, **options, recipient=other, store=tmp_path)
@@ -523,12 +523,12 @@ def test_a_cache_without_a_name_is_refused_before_anything_runs(factor, model, t
     with pytest.raises(InputError, match=words):
         sweep(model, recipient=nameless, store=tmp_path / "kept")
     assert not (tmp_path / "kept").exists()
-    found = sweep(model, recipient=nameless, sites="v", layers=[0], placebos=0, controls="none")
+    found = sweep(model, recipient=nameless, sites="v", layers=[0], placebos=0, checks="none")
     assert found.provenance["settings"]["recipient"]["path"]["cache"] == {UNTOLD: "a lambda"}
 
 
 def test_a_model_with_a_hook_is_another_model(tmp_path):
-    options = {"sites": "v", "layers": [0], "placebos": 0, "controls": "none", "store": tmp_path}
+    options = {"sites": "v", "layers": [0], "placebos": 0, "checks": "none", "store": tmp_path}
     hf = tiny("llama")
     sweep(hf, **options)
     hook = hf.model.layers[1].mlp.register_forward_hook(lambda m, args, output: output * 1.25)
@@ -548,16 +548,16 @@ def _quarter(forward, *arguments):
 def test_another_recorded_donor_is_told_by_its_bits(model, tmp_path):
     sites = ["v", "logits"]
     trace = kd.record(model, PROMPT, path=OFF, sites=sites, positions="all", max_new_tokens=4, progress=False)
-    sweep(model, donor=trace, sites="v", layers=[0], placebos=0, controls="none", store=tmp_path)
+    sweep(model, donor=trace, sites="v", layers=[0], placebos=0, checks="none", store=tmp_path)
     changed = replace(trace, tensors={**trace.tensors, "v": trace.tensors["v"] * 1.0000001})
     with pytest.raises(FileError, match=r"donor\.0\.tensors\.v\.bits"):
-        sweep(model, donor=changed, sites="v", layers=[0], placebos=0, controls="none", store=tmp_path)
+        sweep(model, donor=changed, sites="v", layers=[0], placebos=0, checks="none", store=tmp_path)
 
 
 def test_the_older_name_of_the_folder_works_and_warns(model, tmp_path):
-    options = {"sites": "v", "layers": [0], "placebos": 0, "controls": "none"}
+    options = {"sites": "v", "layers": [0], "placebos": 0, "checks": "none"}
     with pytest.warns(FutureWarning, match="results= is called store= now"):
         first = sweep(model, **options, results=tmp_path)
     same(sweep(model, **options, store=tmp_path), first)
-    with pytest.raises(InputError, match="two names of one folder"):
+    with pytest.raises(InputError, match="two names of one argument"):
         sweep(model, **options, store=tmp_path, results=tmp_path)

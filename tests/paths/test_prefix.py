@@ -119,7 +119,7 @@ def test_every_verb_takes_it(llama, saved):
     traces = [kd.record(llama, PROMPT, path=path, sites=["k", "resid_post"], **QUIET) for path in (on, TWO_PASSES)]
     assert all(torch.equal(traces[0][site], traces[1][site]) for site in ("k", "resid_post"))
     sweeps = [
-        kd.sweep(llama, PROMPT, sites="v", layers=[1], recipient=path, controls="all", **QUIET)
+        kd.sweep(llama, PROMPT, sites="v", layers=[1], recipient=path, checks="all", **QUIET)
         for path in (on, TWO_PASSES)
     ]
     assert same(sweeps[0].arrays, sweeps[1].arrays)

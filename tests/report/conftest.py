@@ -31,7 +31,7 @@ def drift() -> Drift:
     """Two prompts of a tiny bfloat16 model with floor, local drift and a float32 control."""
     model = load(tiny("llama", dtype=torch.bfloat16), quiet=True)
     prompts = [[1, 2, 3, 4, 5, 6], [9, 8, 7, 6]]
-    found = compare(model, prompts, max_new_tokens=5, floor=1, control="float32", progress=False)
+    found = compare(model, prompts, max_new_tokens=5, floor=1, also_in="float32", progress=False)
     return with_nasty_texts(found)
 
 

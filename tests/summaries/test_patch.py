@@ -88,7 +88,7 @@ def test_patches_that_really_have_nothing_to_write(changed, tiny_model):
     result = kd.patch(
         recipient, [5, 9, 100, 33, 7], kd.Patch("kv", schedule="one_shot(2)"), recipient=kd.CacheOn(),
         donor=kd.CacheOn(model=kd.load(donor, quiet=True)), max_new_tokens=5, tokens=[3, 1, 4, 1, 5], placebos=1,
-        controls=False, progress=False,
+        checks=False, progress=False,
     )  # fmt: skip
     assert result.wrote_nothing() == (changed == 3)
     assert any("nothing was changed: at step 2" in line for line in words.reading(result)) == (changed == 3)
@@ -153,7 +153,7 @@ def state_after(layer, schedule):
 def test_a_patch_that_ends_is_told_where_it_is_written_and_after_it(family, layer, patches, follows, tiny_model):
     result = kd.patch(
         tiny_model(family, torch.float32), [5, 9, 100, 33, 7], patches, recipient=kd.CacheOn(),
-        donor=other_mlp(family, layer), max_new_tokens=6, tokens=[3, 1, 4, 1, 5, 9], placebos=1, controls=False,
+        donor=other_mlp(family, layer), max_new_tokens=6, tokens=[3, 1, 4, 1, 5, 9], placebos=1, checks=False,
         progress=False,
     )  # fmt: skip
     assert result.restored(steps="written") == 1.0

@@ -44,5 +44,5 @@ def test_zero_drift_claims_nothing_else(make_drift):
 
 
 def test_a_drift_without_control_is_refused_with_the_fix(make_drift):
-    with pytest.raises(InputError, match=r'run compare\(\.\.\., control="float32"\)'):
+    with pytest.raises(InputError, match=r'run compare\(\.\.\., also_in="float32"\)'):
         precision(make_drift(control=False))

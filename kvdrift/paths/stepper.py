@@ -13,7 +13,7 @@ from kvdrift.controls import Control
 from kvdrift.errors import NonFiniteError
 from kvdrift.models.architecture import LayerInfo
 from kvdrift.models.sites import LOGITS, PATTERN
-from kvdrift.paths.capabilities import extend, told, unplaced
+from kvdrift.paths.capabilities import extend, unplaced
 from kvdrift.paths.nonfinite import explain_nonfinite
 from kvdrift.paths.path import Path, Run, Step
 from kvdrift.paths.path_capabilities import rows_per_pass
@@ -94,7 +94,7 @@ class Stepper:
 
     def __init__(self, run: Run, tokens: Sequence[int], tap: Tap | None = None) -> None:
         self.run, self.tap, self.tokens = run, tap, list(tokens)
-        self._rows = rows_per_pass(told(run, "path"))
+        self._rows = rows_per_pass(*filter(None, [getattr(run, "path", None)]))
         self._latest: Shown | None = None  # the pass whose rows are not all served yet
 
     def step(self, token: int | Sequence[int] | None = None, *, watch: bool = True, finite: bool = True) -> Shown:

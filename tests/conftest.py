@@ -9,13 +9,9 @@ import functools
 import importlib.util
 from pathlib import Path
 
+import checked  # noqa: F401  from here on annotations hold at run time
 import pytest
 import torch
-from jaxtyping import install_import_hook
-
-with install_import_hook(["kvdrift.drift.metrics", "kvdrift.paths.sampling"], "beartype.beartype"):
-    import kvdrift.drift.metrics  # shapes and dtypes of its annotations are checked at run time
-    import kvdrift.paths.sampling  # noqa: F401
 
 from kvdrift.models.load import load
 from kvdrift.models.tiny import tiny

@@ -8,8 +8,13 @@ from pathlib import Path
 from typing import get_type_hints
 
 import pytest
+import torch
+from beartype.roar import BeartypeCallHintParamViolation
 
 import kvdrift as kd
+from kvdrift.errors import InputError
+from kvdrift.paths.sampling import greedy
+from kvdrift.statistics.rates import upper_bound
 
 SOURCE = Path(kd.__file__).parent
 
@@ -50,3 +55,12 @@ def test_each_error_is_listed_with_its_condition():
                 entries = re.split(r"^(?=\w)", listed, flags=re.M)[1:]
                 bare += [f"{path.name}: {node.name}: {entry}" for entry in entries if not re.search(r"\n    \S", entry)]
     assert not bare
+
+
+def test_types_and_shapes_hold_at_run_time():
+    with pytest.raises(BeartypeCallHintParamViolation, match="violates"):
+        greedy(torch.zeros(2, 3), 0)
+    with pytest.raises(BeartypeCallHintParamViolation, match="violates"):
+        upper_bound("three", 10)
+    with pytest.raises(InputError, match="same shape"):  # what the package says itself comes first
+        kd.metrics.kl_divergence(torch.zeros(2, 3), torch.zeros(4, 3))

@@ -100,7 +100,7 @@ def recovery(
 
 
 def _one_minus_ratio(pairs: Array) -> Array:
-    return 1 - _ratio(pairs[..., 0], pairs[..., 1])
+    return np.asarray(1 - _ratio(pairs[..., 0], pairs[..., 1]))
 
 
 def _ratio(numerator: Array | float, denominator: Array | float) -> Array:

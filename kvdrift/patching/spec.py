@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Any, Literal
+from typing import Any, Literal, SupportsIndex
 
 from kvdrift.errors import InputError, SiteError
 from kvdrift.models.sites import BLOCK_SITES, GLOBAL_SITES, HEAD_SITES, parse_sites
@@ -67,8 +67,8 @@ class Patch:
     def __init__(
         self,
         site: str,
-        layers: Iterable[int] | int | None = None,
-        heads: Iterable[int] | int | None = None,
+        layers: Iterable[SupportsIndex] | SupportsIndex | None = None,
+        heads: Iterable[SupportsIndex] | SupportsIndex | None = None,
         positions: Positions = None,
         schedule: Schedule | str = "persistent",
         write: Write | None = None,
@@ -224,7 +224,7 @@ def _site(name: str) -> tuple[str, list[int] | None]:
     return site, None if layers is None else sorted(layers)
 
 
-def _numbers(name: str, given: Iterable[int] | int | None) -> tuple[int, ...] | None:
+def _numbers(name: str, given: Iterable[SupportsIndex] | SupportsIndex | None) -> tuple[int, ...] | None:
     if given is None:
         return None
     numbers = [given] if isinstance(given, Integral) else list(given)  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import scipy
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from kvdrift.errors import InputError
 from kvdrift.statistics.items import item_by_seed
@@ -165,5 +165,5 @@ def rule_of_three(n: int) -> float:
     return float(-np.expm1(np.log(0.05) / n))
 
 
-def _share(hits: NDArray[np.float64], counts: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
-    return hits.sum(axis=axis) / counts.sum(axis=axis)
+def _share(hits: np.ndarray, counts: np.ndarray, axis: int) -> np.ndarray:
+    return np.asarray(hits.sum(axis=axis) / counts.sum(axis=axis))

@@ -82,7 +82,7 @@ def bootstrap_interval(
 
 
 def expanded_percentile(
-    data: Sequence[NDArray[np.float64]], statistic: Callable[..., NDArray[np.float64]], *, seed: int = 0
+    data: Sequence[np.ndarray], statistic: Callable[..., np.ndarray], *, seed: int = 0
 ) -> tuple[float, float]:
     """Return Hesterberg's expanded percentile interval, 95 %, of a number computed from units.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any, Protocol
 
 from jaxtyping import Float
@@ -131,7 +131,17 @@ class Path(Protocol):
         """The same path with other options, such as ``left_padding=3``; None if it has none by that name."""
         if not is_dataclass(self) or not {field.name for field in fields(self)}.issuperset(options):
             return None
-        return replace(self, **options)
+        return changed(self, **options)
+
+
+def changed(path: Any, **options: Any) -> Any:
+    """A copy of a path with other options, which keeps what a subclass has beside the fields."""
+    other = copy.copy(path)
+    for name, value in options.items():
+        object.__setattr__(other, name, value)  # frozen dataclasses, too
+    if is_dataclass(other) and hasattr(other, "__post_init__"):
+        other.__post_init__()
+    return other
 
 
 def with_attribute(path: Any, model: Model) -> Any:
@@ -143,11 +153,7 @@ def with_attribute(path: Any, model: Model) -> Any:
         If there is no way to make one.
     """
     try:
-        if is_dataclass(path) and not isinstance(path, type):
-            return replace(path, model=model)
-        other = copy.copy(path)
-        other.model = model
-        return other
+        return changed(path, model=model)
     except (TypeError, ValueError, AttributeError) as error:
         raise InputError(
             f"{getattr(path, 'label', type(path).__name__)} cannot be put on another model ({error}): give it "

@@ -44,7 +44,7 @@ SEAM = ("tests/tracing/test_seam.py",)
 ATTENTION = ("tests/diagnosis/test_attention_witness.py",)
 OPERATORS = ("tests/diagnosis/test_operator_witness.py",)
 STORE = ("tests/runs/test_store.py",)
-POSITIONS = ("tests/paths/test_evicting.py", "tests/models/test_positions.py")
+POSITIONS = ("tests/paths/test_written.py", "tests/paths/test_evicting.py", "tests/models/test_positions.py")
 DECIDE = ("tests/diagnosis/test_decide.py",)
 
 MUTATIONS = (

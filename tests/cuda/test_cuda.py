@@ -7,7 +7,10 @@ import kvdrift as kd
 from kvdrift.errors import InputError
 from kvdrift.models.tiny import supported_attn, tiny
 
-pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device", allow_module_level=True)
+
+pytestmark = pytest.mark.cuda
 
 PROMPT = [5, 9, 100, 33, 7, 8, 250, 301, 12, 44]
 CASES = [

@@ -415,6 +415,9 @@ def test_topk_overlap_counts_common_tokens() -> None:
     a, b = torch.tensor([5.0, 4.0, 3.0, 2.0, 1.0, 0.0]), torch.tensor([0.0, 4.0, 3.0, 2.0, 1.0, 5.0])
     for k, want in ((1, 0.0), (2, 0.5), (3, 2 / 3), (5, 0.8), (6, 1.0), (99, 1.0)):
         assert float(logit_metrics(a, b, top_k=k)["topk_overlap"]) == pytest.approx(want)
+    c = torch.tensor([5.0, 0.0, 1.0, 2.0, 3.0, 4.0])
+    for k, want in ((1, 1.0), (2, 0.5)):
+        assert float(logit_metrics(a, c, top_k=k)["topk_overlap"]) == want
 
 
 def test_a_tie_resolves_to_the_lowest_token_and_is_no_flip_by_itself() -> None:
@@ -464,6 +467,9 @@ def test_a_row_without_a_softmax_is_nan_throughout(bad: float) -> None:
     for key in set(LOGIT_METRICS) - {"margin_b", "tie_b"}:
         assert m[key].isnan().tolist() == [True, False], key
     assert m["margin_b"].tolist() == [1.0, 1.0]
+    m = logit_metrics(b, a)
+    for key in set(LOGIT_METRICS) - {"margin_a", "tie_a"}:
+        assert m[key].isnan().tolist() == [True, False], key
     assert kl_divergence(a, b).isnan().tolist() == kl_divergence(b, a).isnan().tolist() == [True, False]
     nothing = torch.full((3,), -INF)
     assert math.isnan(kl_divergence(nothing, nothing.clone()))

@@ -114,7 +114,7 @@ SIX = kd.Dropped(first=2, last=4)
     ("cache", "lossy"),
     [
         (rounding(8), EIGHT_BITS),
-        (rounding(4), "keys and values in 4 bits"),
+        pytest.param(rounding(4), "keys and values in 4 bits", marks=pytest.mark.slow),
         (Half, kd.Rounded(dtype="float16")),
         (Sinks, SIX),
         (PerHead, kd.Dropped(at_least=6)),

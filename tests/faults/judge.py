@@ -106,15 +106,18 @@ def model_of(family: str, dtype: str = "float32") -> Any:
     return tiny(family, dtype=getattr(torch, dtype), num_hidden_layers=n_layers(family))
 
 
-def judge(fault: str, family: str, dtype: str) -> Case:
-    """Run one case."""
+def judge(fault: str, family: str, dtype: str, brief: bool = False) -> Case:
+    """Run one case; ``brief`` looks for a change under all circumstances only where plain decoding shows none."""
     hf = model_of(family, dtype)
     change, layer, context, path = None, None, nullcontext(), None
     if fault != CLEAN:
         chosen = FAULTS[fault]
         if not chosen.applies(hf):
             return Case(fault, family, dtype)
-        change, layer = max(effect(chosen, hf).values()), chosen.layer(hf)
+        layer = chosen.layer(hf)
+        change = max(effect(chosen, hf, ["cache-ON"]).values()) if brief else 0.0
+        if change <= THRESHOLD:
+            change = max(effect(chosen, hf).values())
         if change <= THRESHOLD:
             return Case(fault, family, dtype, change)
         context = chosen.apply(hf)

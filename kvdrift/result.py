@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from functools import cached_property
 from importlib import import_module
@@ -17,6 +17,7 @@ from torch import Tensor
 from kvdrift.errors import InputError
 from kvdrift.files import load_tensors, save_tensors
 from kvdrift.plain import fields_from_plain, to_plain
+from kvdrift.shapes import Shaped, check_shapes
 
 T = TypeVar("T")
 
@@ -91,6 +92,17 @@ class Saved:
     in_tensors: ClassVar[tuple[str, ...]] = ("arrays",)
     """The fields that are no part of the manifest."""
 
+    def __post_init__(self) -> None:
+        check_shapes(self._shapes(), self._lengths())
+
+    def _shapes(self) -> Iterator[Shaped]:
+        """Every array with its axes, to be checked."""
+        raise NotImplementedError
+
+    def _lengths(self) -> dict[str, int]:
+        """Axes whose length the other fields say."""
+        return {}
+
     def save(self, path: str | Path) -> Path:
         """Write everything to one safetensors file with a JSON manifest in its header, atomically; see `load`.
 
@@ -133,10 +145,20 @@ class Saved:
         return {"arrays": {name: tensor.numpy() for name, tensor in tensors.items()}}
 
 
-class Steps:
-    """Base of results whose arrays go over prompts and over the steps from 0 on."""
+class Steps(Saved):
+    """Base of saved results whose arrays go over prompts and over the steps from 0 on."""
 
+    axes: ClassVar[tuple[str, ...]] = ("prompt", "step")
+    """Of every metric."""
     arrays: dict[str, np.ndarray]
+    prompts: tuple[Any, ...]
+
+    def _shapes(self) -> Iterator[Shaped]:
+        once = {"fed": ("prompt", "step"), "donor_top1": ("prompt", "step"), "n_steps": ("prompt",)}
+        return ((name, array.shape, once.get(name, self.axes)) for name, array in self.arrays.items())
+
+    def _lengths(self) -> dict[str, int]:
+        return {"prompt": len(self.prompts)}
 
     @property
     def fed(self) -> NDArray[np.int64]:

@@ -16,7 +16,7 @@ import kvdrift
 ROOT = Path(kvdrift.__file__).parent
 FLOORS = (
     ("errors", "bits", "demo_prompts", "version", "words"),
-    ("files", "markup", "plain", "renamed", "fingerprint", "statistics"),
+    ("shapes", "files", "markup", "plain", "renamed", "fingerprint", "statistics"),
     ("provenance", "settings", "result"),
     ("backends",),
     ("models",),

@@ -116,3 +116,35 @@ def test_what_is_worked_out_once_is_kept_and_no_part_of_the_result(tmp_path):
     assert again._kept == replace(ladder)._kept == {}
     assert content(ladder.save(tmp_path / "x")) == content(OLD / "ladder.safetensors")
     assert repr(again) == repr(ladder)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "sentence"),
+    [
+        ("drift", "top1_a", "'top1_a' has the shape .*, but .prompt 1, step "),
+        ("drift", "drift/resid_post/rel_l2", "'drift/resid_post/rel_l2' has .* step [0-9]+, layer of resid_post "),
+        ("patch", "kl", "'kl' has .*prompt 1, arm [0-9]+, step "),
+        ("sweep", "kl", "'kl' has .*prompt 1, arm [0-9]+, step "),
+        ("factorial", "kl/y10-y00", "'kl/y10-y00' has .*prompt 1, step "),
+        ("ladder", "kl", "'kl' has .*arm [0-9]+, prompt 1, step "),
+    ],
+)
+def test_arrays_that_do_not_fit_together_are_refused(kind, name, sentence):
+    result = old(kind)
+    array = result.arrays[name]
+    for wrong in (array[:, :-1], array[..., None], array[:0]):
+        with pytest.raises(InputError, match=sentence.replace("prompt 1", f"prompt {len(result.prompts)}")):
+            replace(result, arrays=result.arrays | {name: wrong})
+
+
+def test_a_trace_or_an_evaluation_that_does_not_fit_together_is_refused():
+    trace, evaluation = old("trace"), old("evaluation")
+    site = next(iter(trace.tensors))
+    with pytest.raises(InputError, match=f"'{site}' has the shape .*, but .step of {site} "):
+        replace(trace, tensors=trace.tensors | {site: trace.tensors[site][1:]})
+    with pytest.raises(InputError, match=f"'valid/{site}' has the shape "):
+        replace(trace, masks=trace.masks | {site: trace.masks[site][..., :-1]})
+    with pytest.raises(InputError, match=r"'trials of .*strategy and seed 0"):
+        replace(evaluation, strategies=())
+    with pytest.raises(InputError, match=f"'null of .*replicate {evaluation.replicates + 1}"):
+        replace(evaluation, replicates=evaluation.replicates + 1)

@@ -16,6 +16,11 @@ FLOORS = ("floor", "local_floor")
 LOCAL = ("local", "local_floor")
 """The kinds of values whose layer axis is that of the local arrays."""
 _STEPS, _POSITION_STEPS, _LAYERS = "steps", "positions/steps", "layers/"
+_ALONE = {
+    _STEPS: ("step",), _POSITION_STEPS: ("kept",), "fed": ("prompt", "token"), "n_steps": ("prompt",),
+    **dict.fromkeys(("measured", "top1_a", "top1_b"), ("prompt", "step")),
+}  # fmt: skip
+"""Arrays of no site → their axes."""
 
 
 def array_name(of: str, site: str, metric: str) -> str:
@@ -34,6 +39,32 @@ def layers_name(site: str) -> str:
     return f"{_LAYERS}{site}"
 
 
+def axes_of(name: str) -> tuple[str, ...]:
+    """The axes of an array; a layer axis is named after what it numbers.
+
+    Examples
+    --------
+    >>> axes_of("floor/k/rel_l2")
+    ('seed', 'prompt', 'step', 'layer of k', 'kv_head')
+    """
+    if name in _ALONE:
+        return _ALONE[name]
+    of, site, *_ = f"{name}/".split("/")
+    if f"{of}/" == _LAYERS:
+        return (f"layer of {site}",)
+    seed = ("seed",) if of in FLOORS else ()
+    layer = () if site in ("embed", "final_norm", "logits") else (f"layer of {'local' if of in LOCAL else site}",)
+    head = ("kv_head",) if site in ("k", "v") else ("head",) if site in ("q", "z") else ()
+    if of == "positions":
+        return ("prompt", "kept", *layer, *head, "position")
+    return (*seed, "prompt", "step", *layer, *head)
+
+
+def is_known(name: str) -> bool:
+    """Whether an array is one of those that `Views` describes; a drift may carry others."""
+    return name in _ALONE or "/" in name
+
+
 def prompt_axis(name: str) -> int | None:
     """Which axis of an array counts prompts; None for coordinates, which all prompts share.
 
@@ -42,9 +73,8 @@ def prompt_axis(name: str) -> int | None:
     >>> prompt_axis("drift/q/cosine"), prompt_axis("floor/resid_post/rel_l2"), prompt_axis("layers/k")
     (0, 1, None)
     """
-    if name in (_STEPS, _POSITION_STEPS) or name.startswith(_LAYERS):
-        return None
-    return 1 if name.partition("/")[0] in FLOORS else 0
+    axes = axes_of(name)
+    return axes.index("prompt") if "prompt" in axes else None
 
 
 def grows(name: str) -> bool:

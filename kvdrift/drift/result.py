@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -10,11 +10,12 @@ import numpy as np
 from torch import Tensor
 
 from kvdrift.drift import profile
-from kvdrift.drift.layout import FLOORS, Views
+from kvdrift.drift.layout import FLOORS, Views, axes_of, is_known
 from kvdrift.errors import SiteError
 from kvdrift.models.architecture import Architecture
 from kvdrift.models.labels import PathInfo, Prompt
 from kvdrift.result import Result, Saved, makers_in, table_maker
+from kvdrift.shapes import Shaped
 
 _CONTROL = "control/"
 """Before the names of the control's arrays, in a file."""
@@ -65,6 +66,12 @@ class Drift(Saved, Result, Views):
     control: Drift | None = None
     provenance: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+
+    def _shapes(self) -> Iterator[Shaped]:
+        return ((name, array.shape, axes_of(name)) for name, array in self.arrays.items() if is_known(name))
+
+    def _lengths(self) -> dict[str, int]:
+        return {"prompt": len(self.prompts)}
 
     # --- statistics
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +23,7 @@ from kvdrift.models.architecture import Architecture
 from kvdrift.models.labels import PathInfo
 from kvdrift.plain import from_plain, to_plain
 from kvdrift.result import Result, Saved, say, table_maker
+from kvdrift.shapes import Shaped
 from kvdrift.statistics.items import item_differences
 from kvdrift.statistics.paired import paired_difference
 
@@ -82,6 +83,15 @@ class Evaluation(Saved, Result):
     settings: dict[str, Any] = field(default_factory=dict)
     provenance: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+
+    def _shapes(self) -> Iterator[Shaped]:
+        for record in self.records:
+            yield f"trials of {record.item}", (len(record.trials),), ("strategy and seed",)
+            for null in (each.null for each in (record.gold, *record.trials) if each is not None):
+                yield f"null of {record.item}", (len(null),), ("replicate",)
+
+    def _lengths(self) -> dict[str, int]:
+        return {"strategy and seed": len(self.strategies) * len(self.seeds), "replicate": self.replicates}
 
     # --- numbers
 

@@ -16,11 +16,11 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from jaxtyping import Float
 from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from kvdrift.errors import InputError
+from kvdrift.shapes import Logits
 
 USUAL_TEMPERATURE, USUAL_K, USUAL_P = 0.7, 50, 0.9
 _NUMBER = r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?|\.\d+)"
@@ -31,11 +31,11 @@ class Decision(Protocol):
     """Scores of every token at one step, the highest of which is taken: a `kvdrift.paths.sampling.Sampler` that shows
     them."""
 
-    def scores(self, logits: Float[Tensor, " vocab"], step: int) -> Float[Tensor, " vocab"]:
+    def scores(self, logits: Logits, step: int) -> Logits:
         """What decides: ``[vocab]`` float32 or float64, −inf for a token that is ruled out."""
         ...
 
-    def __call__(self, logits: Float[Tensor, " vocab"], step: int) -> int:
+    def __call__(self, logits: Logits, step: int) -> int:
         """The next token."""
         ...
 

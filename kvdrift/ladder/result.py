@@ -14,7 +14,7 @@ from kvdrift.errors import InputError
 from kvdrift.ladder.rung import Rung
 from kvdrift.models.architecture import Architecture
 from kvdrift.models.labels import PathInfo, Prompt
-from kvdrift.result import Result, Saved, Steps, say
+from kvdrift.result import Result, Steps, say
 from kvdrift.statistics.means import Mean, mean, ratio
 from kvdrift.statistics.rates import upper_bound
 
@@ -23,7 +23,7 @@ METRICS = ("kl", "kl_float32_head", "logit_l2", "logit_max", "drift", "flip", "t
 
 
 @dataclass(frozen=True, repr=False)
-class Ladder(Saved, Steps, Result):
+class Ladder(Steps, Result):
     """Cache-ON against cache-OFF in one arithmetic after another, all on the base arm's tokens.
 
     Attributes
@@ -52,6 +52,7 @@ class Ladder(Saved, Steps, Result):
     """
 
     saved_as: ClassVar[str] = "ladder"
+    axes: ClassVar[tuple[str, ...]] = ("arm", "prompt", "step")
 
     model: PathInfo
     base: str
@@ -64,6 +65,9 @@ class Ladder(Saved, Steps, Result):
     provenance: dict[str, Any] = field(default_factory=dict)
 
     # --- what is in here
+
+    def _lengths(self) -> dict[str, int]:
+        return super()._lengths() | {"arm": len(self.rungs)}
 
     @property
     def names(self) -> tuple[str, ...]:

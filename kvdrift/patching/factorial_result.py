@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from kvdrift.errors import InputError
 from kvdrift.models.architecture import Architecture
 from kvdrift.models.labels import PathInfo, Prompt
-from kvdrift.result import Result, Saved, Steps
+from kvdrift.result import Result, Steps
 
 EDGES = {
     "y10-y00": "one-token kernel instead of recompute, on cache-OFF's K/V",
@@ -32,7 +32,7 @@ METRICS = ("logit_l2", "kl", "identical")
 
 
 @dataclass(frozen=True, repr=False)
-class Factorial(Saved, Steps, Result):
+class Factorial(Steps, Result):
     """KV state × kernel at every step: y00 = cache-OFF, y11 = cache-ON, y10 = the one-token decode kernel on
     cache-OFF's past K/V, y01 = a full recompute that reads cache-ON's K/V for the past.
 

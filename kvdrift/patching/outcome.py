@@ -13,7 +13,7 @@ from kvdrift.models.architecture import Architecture
 from kvdrift.models.labels import PathInfo, Prompt
 from kvdrift.patching.recovery import Recovery, recovery
 from kvdrift.patching.spec import Cell
-from kvdrift.result import Result, Saved, Steps, makers_in, table_maker
+from kvdrift.result import Result, Steps, makers_in, table_maker
 from kvdrift.statistics.measured import mean_finite
 
 SHARED_ROLES = ("unpatched", "re-roll", "full patch")
@@ -31,7 +31,7 @@ class Arm:
 
 
 @dataclass(frozen=True, repr=False)
-class Outcomes(Saved, Steps, Result):
+class Outcomes(Steps, Result):
     """Recipients with and without patches, each compared with the donor at every step on the donor's tokens.
 
     Attributes
@@ -70,6 +70,7 @@ class Outcomes(Saved, Steps, Result):
     """
 
     saved_as: ClassVar[str] = "outcomes"
+    axes: ClassVar[tuple[str, ...]] = ("prompt", "arm", "step")
 
     donor: PathInfo
     recipient: PathInfo
@@ -84,6 +85,9 @@ class Outcomes(Saved, Steps, Result):
     extra: dict[str, Any] = field(default_factory=dict)
 
     # --- what is in here
+
+    def _lengths(self) -> dict[str, int]:
+        return super()._lengths() | {"arm": len(self.arms)}
 
     def counted(self, cell: int = 0, steps: str = "after") -> NDArray[np.bool_]:
         """The steps that an outcome counts, bool ``[prompt, step]``.

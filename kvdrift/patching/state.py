@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxtyping import Float
 from torch import Tensor
 
 from kvdrift.errors import InputError, SiteError
@@ -14,6 +13,7 @@ from kvdrift.models.model import Model
 from kvdrift.models.sites import GLOBAL_SITES, HEAD_SITES
 from kvdrift.patching.spec import Patch
 from kvdrift.paths.stepper import Shown, Stepper
+from kvdrift.shapes import Logits
 from kvdrift.tracing.tap import Values
 from kvdrift.tracing.trace import Trace
 
@@ -35,7 +35,7 @@ class State:
     """
 
     position: int
-    logits: Float[Tensor, " vocab"]
+    logits: Logits
     values: Values
     at: dict[tuple[str, int], Sequence[int]]
 

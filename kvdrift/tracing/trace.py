@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -16,6 +16,7 @@ from kvdrift.models.architecture import Architecture
 from kvdrift.models.labels import PathInfo, Prompt
 from kvdrift.models.load import load
 from kvdrift.result import Saved
+from kvdrift.shapes import Shaped
 from kvdrift.tracing.activation_cache import Axes, from_cache, to_cache
 
 
@@ -163,6 +164,22 @@ class Trace(Saved):
         model = load(model, quiet=True)
         label = model.label(prompt, model.encode(prompt))
         return cls(**from_cache(cache, model, label, None if fed is None else tuple(int(token) for token in fed)))
+
+    def _shapes(self) -> Iterator[Shaped]:
+        for site, names in self.coordinates.items():
+            value, axes = self.tensors[site], [f"{name} of {site}" for name in names]
+            yield f"valid/{site}", self.masks[site].shape, axes[:-1]
+            if not isinstance(value, Mapping):
+                yield site, value.shape, axes
+                continue
+            for layer, tensor in value.items():  # layers may differ in heads and features
+                alike = {"step": f"step of {site}", "position": f"position of {site}"}
+                own = [alike.get(name, f"{name} of {site}, layer {layer}") for name in names if name != "layer"]
+                yield f"{site} of layer {layer}", tensor.shape, own
+
+    def _lengths(self) -> dict[str, int]:
+        every = self.coordinates.items()
+        return {f"{name} of {site}": len(numbers) for site, axes in every for name, numbers in axes.items()}
 
     # --- its file
 

@@ -1,0 +1,43 @@
+"""Layouts by name: of tensors, for annotations, and of the arrays of a result, which are checked when it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from jaxtyping import Float
+from torch import Tensor
+
+from kvdrift.errors import InputError
+
+Logits = Float[Tensor, " vocab"]
+"""Of one position."""
+Shaped = tuple[str, Sequence[int], Sequence[str]]
+"""An array's name, its shape, and the names of its axes."""
+
+
+def check_shapes(arrays: Iterable[Shaped], lengths: Mapping[str, int]) -> None:
+    """See that arrays have their axes, and that an axis is as long in one array as in the next.
+
+    Parameters
+    ----------
+    arrays
+        What a result holds.
+    lengths
+        Axes whose length is known beforehand, such as the number of prompts.
+
+    Raises
+    ------
+    InputError
+        If one has another number of axes, or an axis has another length.
+
+    Examples
+    --------
+    >>> check_shapes([("fed", (2, 5), ("prompt", "step")), ("kl", (2, 4), ("prompt", "step"))], {"prompt": 2})
+    Traceback (most recent call last):
+    kvdrift.errors.InputError: The array 'kl' has the shape [2, 4], but [prompt 2, step 5] was expected.
+    """
+    known = dict(lengths)
+    for name, shape, axes in arrays:
+        if len(shape) != len(axes) or any(known.setdefault(axis, n) != n for axis, n in zip(axes, shape, strict=True)):
+            expected = ", ".join(f"{axis} {known[axis]}" if axis in known else axis for axis in axes)
+            raise InputError(f"The array {name!r} has the shape {list(shape)}, but [{expected}] was expected.")

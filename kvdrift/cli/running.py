@@ -14,74 +14,44 @@ from kvdrift.cli.console import Interrupted
 from kvdrift.errors import FileError, WeightsError
 
 if TYPE_CHECKING:
-    from kvdrift.drift.result import Drift
     from kvdrift.models.model import Model
-    from kvdrift.patching.result import Sweep
 
 
 def resumable(
-    model: Model, prompts: list[Any], command: str, store: Path | None, compare: Callable[..., Drift]
-) -> Drift:
-    """Compare, keeping each finished prompt in a folder, or in the cache folder until all are done.
+    model: Model, prompts: list[Any], command: str, store: Path | None, run: Callable[..., Any], *, cells: bool = False
+) -> Any:
+    """Run, keeping each finished prompt or cell in a folder, or in the cache folder until all are done.
 
     Parameters
     ----------
     model
         The loaded model.
     prompts
-        Texts or lists of token ids. A single one is not worth keeping.
+        Texts or lists of token ids. A single one is not worth keeping, its cells are.
     command
         The command that is running: together with the model's weights and the prompts it names the folder,
         and it goes into the result's provenance.
     store
-        The folder to keep prompts in, which stays; None takes one in the cache folder, which goes when all is done.
-    compare
+        The folder to keep work in, which stays; None takes one in the cache folder, which goes when all is done.
+    run
         Called with ``store=FOLDER`` or ``store=None``.
+    cells
+        Whether it is a sweep's cells that are kept.
 
     Raises
     ------
     Interrupted
         On Ctrl-C, with a sentence about what was kept.
     """
-    folder = _folder(model, prompts, command) if store is None and len(prompts) > 1 else None
+    folder = _folder(model, prompts, command) if store is None and (cells or len(prompts) > 1) else None
     kept = store if folder is None else folder
     try:
-        drift = compare(store=kept)
+        result = run(store=kept)
     except KeyboardInterrupt:
-        raise Interrupted(_tidy(folder, kept, len(prompts))) from None
+        raise Interrupted(_tidy_cells(folder, kept) if cells else _tidy(folder, kept, len(prompts))) from None
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)
-    return made_by(drift, command)
-
-
-def resumable_sweep(
-    model: Model, prompts: list[Any], command: str, store: Path | None, sweep: Callable[..., Sweep]
-) -> Sweep:
-    """Sweep, keeping finished cells in a folder of results, or in the cache folder until all are done.
-
-    Parameters
-    ----------
-    model, prompts, command
-        As `resumable` takes them.
-    store
-        The folder to keep cells in, which stays; None takes one in the cache folder, which goes when all is done.
-    sweep
-        Called with ``store=FOLDER`` or ``store=None``.
-
-    Raises
-    ------
-    Interrupted
-        On Ctrl-C, with a sentence about what was kept.
-    """
-    folder = _folder(model, prompts, command) if store is None else None
-    kept = store if folder is None else folder
-    try:
-        found = sweep(store=kept)
-    except KeyboardInterrupt:
-        raise Interrupted(_tidy_cells(folder, kept)) from None
-    if folder is not None:
-        shutil.rmtree(folder, ignore_errors=True)
-    return made_by(found, command)
+    return made_by(result, command)
 
 
 def made_by(result: Any, command: str) -> Any:

@@ -9,7 +9,7 @@ import typer
 from kvdrift.cli import console, options
 from kvdrift.cli.command import typed
 from kvdrift.cli.prompts import gather, names, numbers_or_all, places
-from kvdrift.cli.running import resumable_sweep
+from kvdrift.cli.running import resumable
 from kvdrift.cli.verb import check_folder, check_targets, deliver, donor_and_recipient, open_model
 
 
@@ -71,7 +71,7 @@ def sweep(
 
         loaded = open_model(model, dtype, device, attn, threads)
         donor, patched = donor_and_recipient(recipient, prefill_chunk)
-        found = resumable_sweep(
+        found = resumable(
             loaded,
             given,
             typed(context),
@@ -101,5 +101,6 @@ def sweep(
                 threads=threads,
                 address=address,
             ),
+            cells=True,
         )
     deliver(found, as_json=as_json, save=save, report=report)

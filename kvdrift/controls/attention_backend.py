@@ -105,10 +105,7 @@ class WatchSdpa:
 
     ran: Counter[str] = field(default_factory=Counter)
 
-    @property
-    def label(self) -> str:
-        """``"watched sdpa"``."""
-        return "watched sdpa"
+    label: ClassVar[str] = "watched sdpa"
 
     def bind(self, model: Model) -> Scope:
         """Prepare the forward passes of ``model``."""

@@ -40,11 +40,7 @@ class AttentionFloat32:
     """
 
     decides: ClassVar[frozenset[str]] = frozenset({ATTENTION_PRECISION})
-
-    @property
-    def label(self) -> str:
-        """``"attention in float32"``."""
-        return "attention in float32"
+    label: ClassVar[str] = "attention in float32"
 
     def bind(self, model: Model) -> Scope:
         """Prepare the forward passes of ``model``."""

@@ -39,11 +39,7 @@ class HeadFloat32:
     """
 
     decides: ClassVar[frozenset[str]] = frozenset({HEAD_PRECISION})
-
-    @property
-    def label(self) -> str:
-        """``"LM head in float32"``."""
-        return "LM head in float32"
+    label: ClassVar[str] = "LM head in float32"
 
     def bind(self, model: Model) -> Scope:
         """Prepare the forward passes of ``model``; the float32 weight is kept until the result is closed."""

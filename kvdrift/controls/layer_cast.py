@@ -39,11 +39,7 @@ class LayerCast:
     """
 
     decides: ClassVar[frozenset[str]] = frozenset({ATTENTION_PRECISION, PRODUCT_PRECISION, HEAD_PRECISION})
-
-    @property
-    def label(self) -> str:
-        """``"LayerCast"``."""
-        return "LayerCast"
+    label: ClassVar[str] = "LayerCast"
 
     def bind(self, model: Model) -> Scope:
         """Prepare the forward passes of ``model``."""

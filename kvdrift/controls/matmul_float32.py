@@ -45,11 +45,7 @@ class MatmulFloat32:
     """
 
     decides: ClassVar[frozenset[str]] = frozenset({PRODUCT_PRECISION})
-
-    @property
-    def label(self) -> str:
-        """``"products in float32"``."""
-        return "products in float32"
+    label: ClassVar[str] = "products in float32"
 
     def bind(self, model: Model) -> Scope:
         """Prepare the forward passes of ``model``; float32 weights are kept until the result is closed."""

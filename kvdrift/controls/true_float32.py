@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -38,10 +38,7 @@ class TrueFloat32:
     False
     """
 
-    @property
-    def label(self) -> str:
-        """``"true float32"``."""
-        return "true float32"
+    label: ClassVar[str] = "true float32"
 
     def bind(self, model: Model) -> Scope:
         """Prepare the forward passes of ``model``."""

@@ -40,11 +40,7 @@ class TrueFloat64:
     """
 
     decides: ClassVar[frozenset[str]] = frozenset({ATTENTION_PRECISION, PRODUCT_PRECISION, HEAD_PRECISION})
-
-    @property
-    def label(self) -> str:
-        """``"true float64"``."""
-        return "true float64"
+    label: ClassVar[str] = "true float64"
 
     def bind(self, model: Model) -> Scope:
         """Prepare the forward passes of ``model``."""

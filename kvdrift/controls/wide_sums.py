@@ -44,11 +44,7 @@ class WideSums:
     """
 
     decides: ClassVar[frozenset[str]] = frozenset({ATTENTION_PRECISION, PRODUCT_PRECISION})
-
-    @property
-    def label(self) -> str:
-        """``"sums in float64"``."""
-        return "sums in float64"
+    label: ClassVar[str] = "sums in float64"
 
     def bind(self, model: Model) -> Scope:
         """Prepare the forward passes of ``model``; float64 weights are kept until the result is closed."""

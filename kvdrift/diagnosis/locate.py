@@ -81,9 +81,7 @@ def _name(model: Model, module: object) -> str:
     return model.backend.plain_name(name)
 
 
-def first_difference(
-    a: Snapshot, b: Snapshot, equal: Equal = same_bits, layers: set[int] | None = None
-) -> tuple[int, str] | None:
+def first_difference(a: Snapshot, b: Snapshot, equal: Equal = same_bits) -> tuple[int, str] | None:
     """The first layer and site, in the order of computation, at which two runs differ in a step.
 
     Sites are compared at the rows that both computed, keys and values at the positions that both read. Rows of earlier

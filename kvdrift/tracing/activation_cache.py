@@ -40,19 +40,6 @@ def hook_name(site: str, layer: int, architecture: Architecture) -> str:
     return f"blocks.{layer}.attn.hook_{'rot_' if rotated else ''}{site}"
 
 
-def site_of(name: str, architecture: Architecture) -> tuple[str, int] | None:
-    """The site and layer that a hook of TransformerLens holds, or None if it holds no site; the way back.
-
-    Examples
-    --------
-    >>> import kvdrift as kd
-    >>> architecture = kd.load(kd.models.tiny("llama"), quiet=True).architecture
-    >>> site_of("blocks.3.attn.hook_rot_k", architecture), site_of("blocks.3.attn.hook_k", architecture)
-    (('k', 3), None)
-    """
-    return _names(architecture).get(name)
-
-
 def _names(architecture: Architecture) -> dict[str, tuple[str, int]]:
     inside = (*BLOCK_SITES, *HEAD_SITES, PATTERN)
     found = {hook_name(site, n, architecture): (site, n) for site in inside for n in range(architecture.n_layers)}

@@ -58,7 +58,7 @@ def growth(drift: Drift, *, site: str = "resid_post", dark: bool = False) -> go.
     fig = go.Figure()
     owner: list[str | None] = []
     for s in sites:
-        traces = _site_traces(drift, s, curves[s], alone[s], axes[s])
+        traces = _site_traces(drift, curves[s], alone[s], axes[s])
         fig.add_traces([trace.update(visible=_visible(trace, s == site)) for trace in traces])
         owner += [s] * len(traces)
     strip = _layer_strip(drift)
@@ -107,7 +107,7 @@ def _axis(shape: Curve, alone: Local | None) -> LogAxis:
     return LogAxis.of(shape.drawn if alone is None else [*shape.drawn, alone.mean, alone.floor])
 
 
-def _site_traces(drift: Drift, site: str, shape: Curve, alone: Local | None, axis: LogAxis) -> list[go.Scatter]:
+def _site_traces(drift: Drift, shape: Curve, alone: Local | None, axis: LogAxis) -> list[go.Scatter]:
     x = shape.layers
     traces = floor_traces(shape, x, axis)
     traces += curve_traces(drift, shape, x, axis, name=f"{drift.a.label} against {drift.b.label}", colour=PATH_A)

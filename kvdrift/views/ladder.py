@@ -109,7 +109,7 @@ def ladder(ladder: Ladder, *, reference: str | None = None, dark: bool = False) 
     fig.add_trace(_measured(ladder, table, rows, axis, [arm for arm in each if table.loc[arm, "kl"] > 0]))
     fig.add_trace(_zeros(ladder, rows, axis, [arm for arm in each if table.loc[arm, "kl"] == 0]))
     for arm, row in rows.items():
-        _beside(fig, ladder, arm, row, axis)
+        _beside(fig, ladder, arm, row)
     for shift, heading in COLUMNS:
         _text(fig, shift, -1.0, f"<b>{heading}</b>")
     bottom = max(rows.values()) + 0.7
@@ -232,7 +232,7 @@ def _zeros(ladder: Ladder, rows: dict[str, float], axis: LogAxis, arms: Sequence
     )  # fmt: skip
 
 
-def _beside(fig: go.Figure, ladder: Ladder, arm: str, row: float, axis: LogAxis) -> None:
+def _beside(fig: go.Figure, ladder: Ladder, arm: str, row: float) -> None:
     """The numbers of an arm to the right of the plot, or why it has none."""
     rung = ladder.rung(arm)
     if not rung.ran:

@@ -87,7 +87,7 @@ def recovery(sweep: Outcomes, *, metric: str = "logit_l2", steps: str = "after",
         takeaway.recovery(sweep, table, metric, steps),
         f"Recovery: {_reference(found)} over {STEPS[steps]}, by {DISTANCES[metric].split(' (')[0]}. "
         f"{into(sweep)}. {size(sweep)}.",
-        "" if layout is None else _common(sweep, layout),
+        "" if layout is None else _common(sweep),
     )
     reference = ZERO.get("/".join({f.reference for f in found}), "the reference")
     unpatched = [sweep.recovery(cell, metric, steps, role="unpatched") for cell in table["cell"]]
@@ -115,7 +115,7 @@ def _reference(found: list[Recovery]) -> str:
     return f"1 is the donor's logits, 0 no nearer than the {' or '.join(names)},"
 
 
-def _common(sweep: Outcomes, layout: Any) -> str:
+def _common(sweep: Outcomes) -> str:
     """The schedule, where all cells share one."""
     schedules = list(dict.fromkeys(cell_schedule(cell) for cell in sweep.cells))
     sites = list(dict.fromkeys(patch.site for cell in sweep.cells for patch in cell.patches))

@@ -58,7 +58,7 @@ def collect(*models: Any) -> dict[str, Any]:
     return {
         "software": _software(),
         "hardware": _hardware(),
-        "threads": _threads(),
+        "threads": {"intra_op": torch.get_num_threads(), "inter_op": torch.get_num_interop_threads()},
         "arithmetic": _arithmetic(),
         "models": [_model(model) for model in dict.fromkeys(models)],
     }
@@ -121,10 +121,6 @@ def _hardware() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "gpus": gpus,
     }
-
-
-def _threads() -> dict[str, Any]:
-    return {"intra_op": torch.get_num_threads(), "inter_op": torch.get_num_interop_threads()}
 
 
 def _math_libraries() -> list[str]:
@@ -203,13 +199,9 @@ def _model(model: Any) -> dict[str, Any]:
         **({} if model.weights is None else {"weights": model.weights}),
         "class": type(module).__name__,
         "parameters": sum(p.numel() for p in parameters.values()),
-        "weight_dtypes": sorted({_short(p.dtype) for p in parameters.values()}),
+        "weight_dtypes": sorted({str(p.dtype).removeprefix("torch.") for p in parameters.values()}),
         "driver": model.backend.driver,
         "attention": str(model.attn),
         "experts": getattr(config, "_experts_implementation", None) if model.architecture.n_experts else None,
         "devices": sorted({str(p.device) for p in parameters.values()}),
     }
-
-
-def _short(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")

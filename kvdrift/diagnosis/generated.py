@@ -273,7 +273,9 @@ def examine(
         exact = _in_float64(calls)
         for one in found:
             _judge(evidence, model, case, one, exact, promised, lossy)
-    shown = ", ".join(f"{name}={value if _plain(value) else type(value).__name__}" for name, value in arguments.items())
+    plain = (str, int, float, bool, type(None))
+    said = {name: value if isinstance(value, plain) else type(value).__name__ for name, value in arguments.items()}
+    shown = ", ".join(f"{name}={value}" for name, value in said.items())
     evidence.note(f"generate({shown}) was followed over {case.steps} tokens, with and without a cache.")
 
 
@@ -383,7 +385,3 @@ def _first(some: Sequence[Tensor], others: Sequence[Tensor], equal: Equal) -> in
         if not equal(x.to(wide), y.to(device=x.device, dtype=wide)):
             return step
     return None
-
-
-def _plain(value: Any) -> bool:
-    return isinstance(value, (str, int, float, bool, type(None)))

@@ -117,8 +117,9 @@ class _Judge:
         bits = "other bits in shape-invariant arithmetic"
         hint = f"; {one.hint}" if one.hint else ""
         if witness is not None and not witness.agrees:
-            if witness.where is not None and (not promised or _same_site(where, witness.where)):
-                where = witness.where  # which names the module
+            named = witness.where  # which names the module
+            if named is not None and (not promised or (where.layer, where.site) == (named.layer, named.site)):
+                where = named
             self.convict(moment, where, f"{bits}, and {_apart(witness)}{hint}")
         elif witness is None and promised:
             self.convict(moment, where, bits + hint)
@@ -138,10 +139,6 @@ class _Judge:
         why = excuse(moment, self.lossy, self.bidirectional)
         check: Check = "manner" if case.between_manners else "arm"
         self.evidence.findings.append(Finding(check, both, what, moment, where, why))
-
-
-def _same_site(one: Where, other: Where) -> bool:
-    return (one.layer, one.site) == (other.layer, other.site)
 
 
 def _apart(witness: Float64) -> str:

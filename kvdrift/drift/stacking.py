@@ -58,7 +58,8 @@ def concatenate(drifts: Sequence[Drift]) -> Drift:
                 _nothing(like, len(drift.prompts)) if row is None else np.moveaxis(row, axis, 0)
                 for row, drift in zip(rows, drifts, strict=True)
             ]
-            arrays[name] = np.moveaxis(_join(first_axis), 0, axis)
+            joined = pad_stack([entry for row in first_axis for entry in row])  # fills up the other axes
+            arrays[name] = np.moveaxis(joined, 0, axis)
     controls = [drift.control for drift in drifts if drift.control is not None]
     return replace(
         first,
@@ -73,8 +74,3 @@ def concatenate(drifts: Sequence[Drift]) -> Drift:
 def _nothing(like: np.ndarray, n_prompts: int) -> np.ndarray:
     """The array of prompts that have no value there (one of a single step has no local drift): empty rows."""
     return np.empty((n_prompts, *(0,) * (like.ndim - 1)), dtype=like.dtype)
-
-
-def _join(rows: Sequence[np.ndarray]) -> np.ndarray:
-    """Concatenate along the first axis, filling up the others."""
-    return pad_stack([entry for row in rows for entry in row])

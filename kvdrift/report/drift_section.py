@@ -205,7 +205,7 @@ def prompt_table(drift: Drift) -> Table:
 
 def layer_table(drift: Drift) -> Table:
     """One row per layer: drift, floor, local drift and its floor."""
-    site = next((s for s in ("resid_post", *drift.sites) if drift.has(s) and _has_plain_layers(drift, s)), None)
+    site = next((s for s in ("resid_post", *drift.sites) if drift.has(s) and drift.values(s).ndim == 3), None)
     if site is None:
         return Table("Layers", "No residual site with layers was measured.", (), [])
     columns = [Column("layer"), Column("attention", False)]
@@ -239,10 +239,6 @@ def _by_layer(drift: Drift, site: str, of: str) -> dict[int, float] | None:
         return None
     axis = drift.layers(site, of)
     return {int(layer): float(value) for layer, value in zip(axis, medians, strict=True)}
-
-
-def _has_plain_layers(drift: Drift, site: str) -> bool:
-    return drift.values(site).ndim == 3
 
 
 def token_text(drift: Drift, token: int) -> str:

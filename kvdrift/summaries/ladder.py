@@ -100,7 +100,7 @@ def reading(ladder: Ladder) -> list[str]:
         *_parts(ladder),
         *_kernels(ladder),
         *_flips(ladder),
-        *_twins(ladder),
+        *(f"{arm} has the same numbers as {other} at every step." for arm, other in ladder.twins.items()),
         *_failed(ladder),
         *_few(ladder),
     ]
@@ -202,10 +202,6 @@ def _flips(ladder: Ladder) -> list[str]:
         tied = f", {count(ties, 'exact tie')}" if ties else ""
         said.append(f"{arm} {steps} in {prompts} of {n} prompts (below {percent(bound, '')} of such prompts{tied})")
     return [f"Flips: {'; '.join(said)}; the bounds hold with 95 % confidence."] if said else []
-
-
-def _twins(ladder: Ladder) -> list[str]:
-    return [f"{arm} has the same numbers as {other} at every step." for arm, other in ladder.twins.items()]
 
 
 def _failed(ladder: Ladder) -> list[str]:

@@ -240,7 +240,7 @@ def _beside(fig: go.Figure, ladder: Ladder, arm: str, row: float) -> None:
         fig.add_annotation(
             x=1, xshift=COLUMNS[0][0], xref="paper", xanchor="left", y=row, text=f"<b>{rung.status}</b>",
             showarrow=False,
-            font={"size": 12, "color": colour}, hovertext="<br>".join(_wrapped(rung.reason or "")),
+            font={"size": 12, "color": colour}, hovertext="<br>".join(map(escape, textwrap.wrap(rung.reason or ""))),
         )  # fmt: skip
         return
     _text(fig, COLUMNS[0][0], row, number(ladder.mean(arm).value))
@@ -253,7 +253,3 @@ def _text(fig: go.Figure, shift: float, y: float, text: str) -> None:
     fig.add_annotation(
         x=1, xshift=shift, xref="paper", xanchor="left", y=y, text=text, showarrow=False, font={"size": 12}
     )
-
-
-def _wrapped(text: str, width: int = 70) -> list[str]:
-    return [escape(line) for line in textwrap.wrap(text, width)]

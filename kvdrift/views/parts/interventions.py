@@ -65,13 +65,9 @@ def check_metric(metric: str) -> None:
 def into(result: Outcomes) -> str:
     """Who is patched from whom, as in ``smollm2-135m in bfloat16: cache-ON ← cache-OFF (the donor)``."""
     recipient, donor = result.recipient, result.donor
-    if _same(recipient, donor):
+    if (recipient.model, recipient.dtype) == (donor.model, donor.dtype):
         return f"{model_name(recipient.model)} in {recipient.dtype}: {recipient.label} ← {donor.label} (the donor)"
     return f"{_full(recipient)} ← {_full(donor)} (the donor)"
-
-
-def _same(one: PathInfo, other: PathInfo) -> bool:
-    return (one.model, one.dtype) == (other.model, other.dtype)
 
 
 def _full(path: PathInfo) -> str:

@@ -188,7 +188,8 @@ def _legend_height(fig: go.Figure) -> int:
     if fig.layout.showlegend is False:
         return 0
     groups: dict[str, dict[str, float]] = {}
-    shown = [trace for trace in fig.data if trace.showlegend is not False and trace.name and _has_entry(trace)]
+    named = [trace for trace in fig.data if trace.showlegend is not False and trace.name]
+    shown = [trace for trace in named if trace.type != "heatmap"]  # which has no entry by default
     for trace in shown:
         name = html.unescape(trace.name)
         groups.setdefault(trace.legendgroup or f"alone {name}", {})[name] = 52 + width(name, SMALL)
@@ -205,8 +206,3 @@ def _legend_height(fig: go.Figure) -> int:
             height, taken, tallest = height + tallest, 0.0, 0
         taken, tallest = taken + size, max(tallest, count)
     return LEGEND * (height + tallest) + 14
-
-
-def _has_entry(trace: Any) -> bool:
-    """Whether a trace of this kind has an entry in the legend by default."""
-    return trace.type not in ("heatmap",)

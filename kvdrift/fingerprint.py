@@ -59,13 +59,7 @@ def first_in_job(thing: Any, value: Any) -> Any:
 
 
 def fingerprint(module: Any) -> str:
-    """Hash the configuration and, for every weight as it is now, its dtype, a sample and a checksum.
-
-    Parameters
-    ----------
-    module
-        A model of transformers, or any other ``nn.Module``.
-    """
+    """Hash the configuration and, for every weight as it is now, its dtype, a sample and a checksum."""
     taken = _WEIGHTS.get()
     if taken is None:
         return _taken(module)

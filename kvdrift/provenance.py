@@ -67,11 +67,6 @@ def collect(*models: Any) -> dict[str, Any]:
 def prompt_hash(ids: Sequence[int]) -> str:
     """The first 16 hex digits of the SHA-256 of token ids: equal hashes mean equal prompts.
 
-    Parameters
-    ----------
-    ids
-        Token ids of one prompt, in order.
-
     Examples
     --------
     >>> from kvdrift.provenance import prompt_hash

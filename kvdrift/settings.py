@@ -55,11 +55,6 @@ def settings_of(thing: Any) -> Any:
     its code and the global values it reads, a ``functools.partial`` by its function and arguments, an object by its
     class and attributes, or by its own ``settings()``; a tensor by its bits, a module by its weights.
 
-    Parameters
-    ----------
-    thing
-        Anything.
-
     Returns
     -------
     JSON value

@@ -28,11 +28,6 @@ class HFBackend(Backend):
     row count gives other bits) and passes explicit position ids where the model takes them; other manners of
     calling it have a name, see `kvdrift.backends.manner`.
 
-    Parameters
-    ----------
-    module
-        The loaded model, used as it is and never copied.
-
     Attributes
     ----------
     takes_positions, takes_mask, takes_logits_to_keep

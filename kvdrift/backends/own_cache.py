@@ -21,13 +21,6 @@ def takes_dynamic_cache(model: Any) -> bool:
 def own_cache(model: Any, forward: Callable[..., Any]) -> Callable[[], Cache]:
     """What makes an empty cache of the class that the model makes for itself when ``generate`` gives it none.
 
-    Parameters
-    ----------
-    model
-        The transformers model.
-    forward
-        Runs it.
-
     Raises
     ------
     ModelError

@@ -25,13 +25,6 @@ def cast_copy(module: ModuleT, dtype: torch.dtype) -> ModuleT:
     mode, devices, hooks and the attention implementation are those of the original; the copy's config names the
     new dtype. In float64 experts run one by one, since grouped products have no float64 kernel.
 
-    Parameters
-    ----------
-    module
-        A model, typically a transformers one.
-    dtype
-        A floating-point dtype.
-
     Returns
     -------
     nn.Module

@@ -42,11 +42,6 @@ class RowTiles(OperatorMode):
     before the first reduced dimension) and elementwise functions (each entry is a row), apart from those that
     round a single exact operation and so cannot depend on their place.
 
-    Parameters
-    ----------
-    tile
-        Rows per tile.
-
     Attributes
     ----------
     watch

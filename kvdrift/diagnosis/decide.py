@@ -38,13 +38,6 @@ def decide(evidence: Evidence, model: Model, a: Path, b: Path) -> Verdict:
     reads, are facts whatever the arithmetic, so a crash, a misread or a stale cache convicts before the repeats are
     looked at; everything else only convicts if the paths repeat themselves. A failed self-test of the control takes
     away what rests on the control alone, and nothing else: where float64 says that the paths differ, they do.
-
-    Parameters
-    ----------
-    evidence
-        What was found.
-    model, a, b
-        What was looked at.
     """
     faults = [finding for finding in evidence.findings if finding.excuse is None]
     kind = _kind(evidence, faults)

@@ -62,17 +62,7 @@ def loses(made: Call, info: LayerInfo) -> bool:
 
 
 def breach(made: Call, info: LayerInfo, declared: Declared) -> str | None:
-    """What a call reads that its path's declaration does not cover, in words; None if all is covered.
-
-    Parameters
-    ----------
-    made
-        The call, with what was written.
-    info
-        Its layer.
-    declared
-        What may be lost.
-    """
+    """What a call reads that its path's declaration does not cover, in words; None if all is covered."""
     end = made.queries[-1] + 1
     written = None if made.written is None else made.written.entries(made.layer, end)
     read = (made.call.key, made.call.value)

@@ -87,13 +87,6 @@ def first_difference(a: Snapshot, b: Snapshot, equal: Equal = same_bits) -> tupl
     Sites are compared at the rows that both computed, keys and values at the positions that both read. Rows of earlier
     positions alone, which differ after the last keys and values were made of them, reach nothing and do not count.
 
-    Parameters
-    ----------
-    a, b
-        The step as each run showed it.
-    equal
-        Decides whether two tensors are equal; by default every bit must be.
-
     Returns
     -------
     tuple or None

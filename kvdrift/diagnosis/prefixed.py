@@ -42,15 +42,6 @@ def stale_prefix(model: Model, case: Case, path: Path) -> Finding | None:
     """Hold a saved prefix against a fresh one and re-rolls of it.
 
     What is compared is what the first pass after the prefix reads and computes, natively.
-
-    Parameters
-    ----------
-    model
-        Runs, unless the path has a model of its own.
-    case
-        Gives the prompt.
-    path
-        The path that starts from the prefix.
     """
     held = holds(path, case.prompt)
     again = anew(path, held)

@@ -49,13 +49,6 @@ def cause(model: Model, case: Case, b: Path, error: Exception) -> Finding | str:
     Both paths run the case again, natively and with no observer. What is raised then is raised by the model, the
     cache or whatever else was handed in; what is not is kvdrift's own.
 
-    Parameters
-    ----------
-    model, case, b
-        What was run.
-    error
-        What was raised while kvdrift observed or controlled it.
-
     Returns
     -------
     Finding or str

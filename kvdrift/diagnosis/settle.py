@@ -56,19 +56,6 @@ def settle(
 
     A disagreement convicts by itself where the arm promises equality, unless float64 shows that the two paths compute
     one function. Where the arm promises nothing, or fails its own test, float64 alone decides.
-
-    Parameters
-    ----------
-    evidence
-        Where findings go.
-    disagreements
-        Those of the arm.
-    placed
-        Every case with the model that ran it.
-    b
-        The reference.
-    lossy
-        What a path declares to give up, or None.
     """
     uncovered = EVERYWHERE if evidence.unlike else min(evidence.not_covered, default=None)
     promised_anywhere = uncovered is None and not evidence.self_test

@@ -11,13 +11,6 @@ from kvdrift.models.architecture import Architecture
 def signature(findings: Sequence[Finding], architecture: Architecture) -> tuple[str, ...]:
     """Name the pattern of a fault.
 
-    Parameters
-    ----------
-    findings
-        What convicted the paths.
-    architecture
-        The model's, for windows and kinds of layers.
-
     Returns
     -------
     tuple of str

@@ -68,11 +68,6 @@ def seen(call: AttentionCall) -> Bool[Tensor, "batch head query key"]:
     one-hot values, as many keys at a time as a value has features. Shapes, strides, dtypes, keys, mask and all
     other arguments stay as they are, apart from finite biases in an additive mask, which are set to zero.
 
-    Parameters
-    ----------
-    call
-        The call; it is not changed.
-
     Returns
     -------
     Tensor

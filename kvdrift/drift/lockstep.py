@@ -105,15 +105,6 @@ class _Walk:
 class Lockstep:
     """Walks two paths over one prompt and gathers what `Plan` asks for.
 
-    Parameters
-    ----------
-    a, b
-        The paths.
-    model
-        The model they run, unless they have their own.
-    plan
-        What to step_metrics.
-
     Attributes
     ----------
     dtypes

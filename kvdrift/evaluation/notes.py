@@ -13,15 +13,7 @@ SHORT = 60
 
 
 def notes(model: Model, task: Task, items: Sequence[Item], records: Sequence[ItemRecord]) -> tuple[str, ...]:
-    """That no answer is right at all, that every text is empty, that a chat template was left out.
-
-    Parameters
-    ----------
-    model
-        The model given to the verb.
-    task, items, records
-        What was asked, and what came of it.
-    """
+    """That no answer is right at all, that every text is empty, that a chat template was left out."""
     hints = template_notes(model, [item.prompt for item in items if not item.chat], chat=False)
     written = [answer for record in records for trial in record.trials for answer in (trial.a, trial.b)]
     if written and all(len(answer.tokens) == 1 and answer.stop == "eos" for answer in written):

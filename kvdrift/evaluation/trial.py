@@ -77,15 +77,7 @@ class _Text:
 
 
 class ItemRunner:
-    """Runs items one after another on one model.
-
-    Parameters
-    ----------
-    model
-        The model given to the verb.
-    design
-        What to run.
-    """
+    """Runs items one after another on one model."""
 
     def __init__(self, model: Model, design: Design) -> None:
         self.model, self.design = model, design

@@ -19,13 +19,6 @@ def default_positions(backend: Backend, vocab_size: int) -> str | None:
     A few tokens are run each way, prefilled and decoded, in the model's own dtype. The passes have the same shapes,
     so that equal positions give equal bits.
 
-    Parameters
-    ----------
-    backend
-        Drives the model, which is in evaluation mode.
-    vocab_size
-        Tokens are drawn below it.
-
     Examples
     --------
     >>> import kvdrift as kd

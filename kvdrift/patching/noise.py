@@ -27,13 +27,6 @@ def noisy(
     Rounding to the dtype of ``own`` swallows noise well below one ulp, so the whole is scaled by one factor, found
     by bisection, until the norm of what is left matches that of the difference.
 
-    Parameters
-    ----------
-    own, given
-        The recipient's and the donor's values, of one dtype.
-    random
-        Decides the direction.
-
     Returns
     -------
     Tensor

@@ -16,13 +16,6 @@ def explain_nonfinite(run: Run, tokens: Sequence[int]) -> NonFiniteError:
     The run's own path reads them, with its cache, chunks, padding and controls: as one prompt, and if that stays
     finite, one by one.
 
-    Parameters
-    ----------
-    run
-        The run that produced it.
-    tokens
-        The tokens it had consumed, the prompt and those after it.
-
     Returns
     -------
     NonFiniteError

@@ -105,15 +105,7 @@ def beginning(prompt: Prompt, limit: int = 140) -> str:
 
 
 def provenance(paths: dict[str, PathInfo], architecture: Architecture, found: dict[str, Any]) -> list[Group]:
-    """Everything the numbers depend on, as groups of names and values.
-
-    Parameters
-    ----------
-    paths
-        The two paths by name, such as ``a`` and ``b``.
-    found
-        A result's ``provenance``.
-    """
+    """Everything the numbers depend on, as groups of names and values."""
     groups = [Group("paths", path_rows(paths)), Group("architecture", [("summary", str(architecture))])]
     loose = {}
     for name, value in found.items():

@@ -121,13 +121,7 @@ def cuda_devices(*models: Model) -> int:
 
 
 def digest(model: Model) -> str:
-    """A hash of the logits' bits of a short fixed text: one pass without a cache, then cached steps.
-
-    Parameters
-    ----------
-    model
-        Runs as it is, with the threads of this process.
-    """
+    """A hash of the logits' bits of a short fixed text: one pass without a cache, then cached steps."""
     limit = model.architecture.max_positions or PROBE_TOKENS + PROBE_STEPS
     n_prompt = max(1, min(PROBE_TOKENS, limit - PROBE_STEPS))
     ids = torch.randint(

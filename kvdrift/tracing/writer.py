@@ -160,11 +160,6 @@ class SiteEditor:
 class Writer(SiteEditor):
     """A site editor that writes blocks; without blocks it touches nothing. They may be changed between two passes.
 
-    Parameters
-    ----------
-    model, sites
-        As `SiteEditor` takes them.
-
     Attributes
     ----------
     position

@@ -104,14 +104,17 @@ class OwnPath(Path, Wrapper):
             If controls are given, and the path's ``start`` does not take them; if what it gives has no ``step``.
         """
         model = self.model or model
-        if controls is None or controls == self.controls:
-            return OwnRun(self.beneath.start(model, ids), self, model, len(ids), self.controls)
-        if not _takes_controls(self.beneath.start):
+        controls = self.controls if controls is None else controls
+        if not _takes(self.beneath.start, 3):
+            if controls == self.controls:  # in place by itself, or none
+                return OwnRun(self.beneath.start(model, ids), self, model, len(ids), controls)
             raise InputError(
                 f"{self.label}: start(model, ids) takes no controls, which a rounding floor, local drift and the "
-                "shape-invariant arithmetic of a diagnosis bring: add controls=None to it, or use floor=0 and "
-                "local=False."
+                "shape-invariant arithmetic of a diagnosis bring: add controls=None to it, or, for kd.compare, use "
+                "floor=0 and local=False."
             )
+        if not controls:
+            return OwnRun(self.beneath.start(model, ids), self, model, len(ids), controls)
         copies, idle = noted(controls)
         return OwnRun(self.beneath.start(model, ids, copies), self, model, len(ids), controls, idle)
 
@@ -200,14 +203,19 @@ class OwnRun(Wrapper):
         Raises
         ------
         InputError
-            If the run has no ``fork``.
+            If the run has no ``fork``, or one that takes no controls, which are given.
         """
         own = getattr(self.beneath, "fork", None)
         if not callable(own):
             raise InputError(
-                f"{self.path.label}: its runs have no fork(controls=None), an independent continuation, which local "
-                "drift, sweeps, the factorial and evaluations with several strategies start from: add one, or, for "
-                "kd.compare, use local=False."
+                f"{self.path.label}: its runs have no fork(controls=None), an independent continuation, which "
+                "local drift, kd.patch, sweeps, the factorial and kd.evaluate start from: add one, or, for kd.compare, "
+                "use local=False."
+            )
+        if controls is not None and not _takes(own, 1):
+            raise InputError(
+                f"{self.path.label}: fork() takes no controls, which local drift and re-rolled patches bring: add "
+                "controls=None to it, or, for kd.compare, use local=False."
             )
         copies, idle = noted(controls or ())
         run = own() if controls is None else own(copies)
@@ -239,7 +247,8 @@ class OwnRun(Wrapper):
         return self._n_prompt + self._n_steps - 2
 
 
-def _takes_controls(start: Any) -> bool:
-    parameters = inspect.signature(start).parameters.values()
+def _takes(function: Any, n: int) -> bool:
+    """Whether a function takes so many positional arguments."""
+    parameters = inspect.signature(function).parameters.values()
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return len(positional) > 2 or any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    return len(positional) >= n or any(p.kind is p.VAR_POSITIONAL for p in parameters)

@@ -98,6 +98,37 @@ def test_what_a_verb_needs_beside_is_one_sentence(call, words, tiny_model):
     assert "\n" not in str(raised.value)
 
 
+class Declares:
+    """Says that it runs under a control, and does not."""
+
+    controls = (kd.ReRoll(1),)
+
+    def start(self, model, ids, controls=None):
+        return kd.CacheOff().start(model, ids)
+
+
+class ForksPlainly(Recompute):
+    def start(self, model, ids, controls=None):
+        class Run:
+            def __init__(self, inner):
+                self.inner, self.step = inner, inner.step
+
+            def fork(self):
+                return Run(self.inner.fork())
+
+        return Run(kd.CacheOff().start(model, ids, controls))
+
+
+def test_controls_that_a_path_declares_are_in_place_or_are_missed(tiny_model):
+    with pytest.raises(InputError, match="its first step ran outside ReRoll"):
+        kd.record(tiny_model(), PROMPT, path=Declares(), **SHORT)
+
+
+def test_a_fork_that_takes_no_controls_is_one_sentence(tiny_model):
+    with pytest.raises(InputError, match=r"fork\(\) takes no controls, .* use local=False"):
+        kd.compare(tiny_model(), PROMPT, a=ForksPlainly(), floor=1, **SHORT)
+
+
 def test_with_fork_and_controls_every_verb_runs(tiny_model):
     model, path = tiny_model(), WithFork()
     drift = kd.compare(model, PROMPT, a=path, b=kd.CacheOff(), floor=1, **SHORT)

@@ -48,7 +48,7 @@ def resumable(
     try:
         result = run(store=kept)
     except KeyboardInterrupt:
-        raise Interrupted(_tidy_cells(folder, kept) if cells else _tidy(folder, kept, len(prompts))) from None
+        raise Interrupted(_tidy(folder, kept, len(prompts), cells)) from None
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)
     return made_by(result, command)
@@ -71,27 +71,21 @@ def _folder(model: Model, prompts: list[Any], command: str) -> Path | None:
         return None  # nowhere to keep finished prompts; the comparison itself needs no cache folder
 
 
-def _tidy(folder: Path | None, kept: Path | None, prompts: int) -> str:
-    """Say what an interrupted run leaves behind; a folder of ours without a finished prompt is removed."""
-    finished = _finished(kept, "comparison")
-    if not finished:
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
-        return "Stopped before the first prompt was finished; nothing was kept and nothing was written."
-    return f"Stopped; {len(finished)} of {prompts} prompts are finished and kept: the same command goes on from there."
-
-
-def _tidy_cells(folder: Path | None, kept: Path | None) -> str:
-    """Say what an interrupted sweep leaves behind; a folder of ours without a finished cell is removed."""
-    cells = 0 if kept is None else finished_cells(kept)
-    if not cells:
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
+def _tidy(folder: Path | None, kept: Path | None, prompts: int, cells: bool) -> str:
+    """Say what an interrupted run leaves behind; a folder of ours with nothing finished in it is removed."""
+    finished = finished_cells(kept) if cells else len(_finished(kept, "comparison"))
+    if finished and cells:
+        return f"Stopped; {finished} finished cells are kept in {kept}: the same command goes on from there."
+    if finished:
+        return f"Stopped; {finished} of {prompts} prompts are finished and kept: the same command goes on from there."
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+    if cells:
         return "Stopped before the first cells were finished; no cell was kept and no result was written."
-    return f"Stopped; {cells} finished cells are kept in {kept}: the same command goes on from there."
+    return "Stopped before the first prompt was finished; nothing was kept and nothing was written."
 
 
-def finished_cells(folder: Path) -> int:
+def finished_cells(folder: Path | None) -> int:
     """How many cells a folder of results holds, over all prompts; the arms that all cells share are none."""
     return sum(not key.endswith("/shared") for key in _finished(folder, "sweep"))
 

@@ -74,10 +74,6 @@ def diagnose(
     progress
         Show a progress bar.
 
-    Returns
-    -------
-    Verdict
-
     Raises
     ------
     InputError

@@ -104,7 +104,7 @@ def _reaches(key: tuple[int, str], x: Tensor, y: Tensor, equal: Equal) -> bool:
     return whole or not equal(x[-1:], y[-1:])
 
 
-def changed_past(before: Snapshot, now: Snapshot, kept: int, equal: Equal = same_bits) -> tuple[int, str] | None:
+def changed_past(before: Snapshot, now: Snapshot, kept: int) -> tuple[int, str] | None:
     """The first layer in which keys or values of earlier positions are no longer what they were a step before.
 
     Of these positions the first ``kept`` are looked at: their tokens were not taken back since.
@@ -114,7 +114,7 @@ def changed_past(before: Snapshot, now: Snapshot, kept: int, equal: Equal = same
             continue
         (value, at), (old, at_old) = now.kv[key], before.kv[key]
         here, there = shared_positions(at, at_old, before=kept)
-        if not equal(value[:, here], old[:, there]):
+        if not same_bits(value[:, here], old[:, there]):
             return key[0], PAST[key[1]]
     return None
 

@@ -100,10 +100,6 @@ def compare(
     store
         A folder that keeps finished prompts: the same call goes on from there, whatever stopped it.
 
-    Returns
-    -------
-    Drift
-
     Raises
     ------
     InputError, SiteError

@@ -116,10 +116,6 @@ def growth(
     confidence, n_boot, seed
         Percentile bootstrap over prompts; with one prompt there is no interval.
 
-    Returns
-    -------
-    Growth
-
     Raises
     ------
     InputError
@@ -204,10 +200,6 @@ def onset(
         The site whose excess over its floor is tested.
     confidence, n_boot, seed
         Confidence of the interval, number and seed of the resamples.
-
-    Returns
-    -------
-    Onset
 
     Raises
     ------

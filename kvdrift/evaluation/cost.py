@@ -52,10 +52,6 @@ def estimate(model: Model, design: Design, prompts: Sequence[Sequence[int]], gol
         Ids of the items that are still to run.
     gold_tokens
         Length of their gold texts.
-
-    Returns
-    -------
-    Cost
     """
     if not prompts:
         return Cost(0, 0, 0.0)

@@ -113,10 +113,6 @@ def evaluate(
     progress
         Show the cost beforehand, and a progress bar.
 
-    Returns
-    -------
-    Evaluation
-
     Raises
     ------
     InputError

@@ -144,10 +144,6 @@ def paper_architecture(
     store
         A folder that keeps finished prompts, one subfolder per arm.
 
-    Returns
-    -------
-    PaperArchitecture
-
     Raises
     ------
     InputError

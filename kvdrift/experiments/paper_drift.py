@@ -62,10 +62,6 @@ def paper_drift(
     store
         A folder that keeps finished prompts, one subfolder per model.
 
-    Returns
-    -------
-    PaperDrift
-
     Raises
     ------
     InputError

@@ -137,10 +137,6 @@ def paper_patching(
     store
         A folder that keeps finished cells: the same call goes on from there.
 
-    Returns
-    -------
-    PaperPatching
-
     Raises
     ------
     InputError

@@ -79,10 +79,6 @@ def falsify(
     store
         A folder that keeps finished prompts of every arm: the same call goes on from there, whatever stopped it.
 
-    Returns
-    -------
-    Ladder
-
     Raises
     ------
     InputError

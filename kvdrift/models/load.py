@@ -59,10 +59,6 @@ def load(
     quiet
         Do not print what was chosen.
 
-    Returns
-    -------
-    Model
-
     Raises
     ------
     InputError

@@ -69,10 +69,6 @@ def factorial(
     seed
         Which entry the placebo moves.
 
-    Returns
-    -------
-    Factorial
-
     Raises
     ------
     SiteError

@@ -86,10 +86,6 @@ def patch(
     progress
         Show a progress bar.
 
-    Returns
-    -------
-    PatchResult
-
     Raises
     ------
     InputError, SiteError

@@ -65,10 +65,6 @@ def recovery(
     name
         What the reference is called.
 
-    Returns
-    -------
-    Recovery
-
     Examples
     --------
     >>> import numpy as np

@@ -111,10 +111,6 @@ def sweep(
         For Ray: how many workers, how many CPU threads each, and the address of a running cluster (one is started on
         this machine by default). ``threads`` holds for the local engine, too.
 
-    Returns
-    -------
-    Sweep
-
     Raises
     ------
     InputError, SiteError

@@ -33,10 +33,6 @@ def engine(
     gpus
         GPUs of each Ray worker; by default one where this process has CUDA, else none.
 
-    Returns
-    -------
-    Engine
-
     Raises
     ------
     InputError

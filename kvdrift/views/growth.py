@@ -54,7 +54,8 @@ def growth(drift: Drift, *, site: str = "resid_post", dark: bool = False) -> go.
     sites = curve_sites(drift)
     curves = {s: chosen if s == site else curve(drift, s) for s in sites}
     alone = {s: local(drift, s) for s in sites}
-    axes = {s: _axis(curves[s], alone[s]) for s in sites}
+    besides = {s: [] if one is None else [one.mean, one.floor] for s, one in alone.items()}
+    axes = {s: LogAxis.of([*curves[s].drawn, *besides[s]]) for s in sites}
     fig = go.Figure()
     owner: list[str | None] = []
     for s in sites:
@@ -101,10 +102,6 @@ def _visible(trace: Any, shown: bool) -> bool | str:
     if not shown:
         return False
     return "legendonly" if trace.meta == "prompt" else True
-
-
-def _axis(shape: Curve, alone: Local | None) -> LogAxis:
-    return LogAxis.of(shape.drawn if alone is None else [*shape.drawn, alone.mean, alone.floor])
 
 
 def _site_traces(drift: Drift, shape: Curve, alone: Local | None, axis: LogAxis) -> list[go.Scatter]:

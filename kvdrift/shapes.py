@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kvdrift.errors import InputError
 
+Queries = Float[Tensor, "batch head query feature"]
+"""What the kernel computes from, after RoPE and QK-norm."""
+Keys = Float[Tensor, "batch kv_head key key_feature"]
+"""What the kernel reads, cached entries included."""
+KeyValues = Float[Tensor, "batch kv_head key value_feature"]
+"""The values beside the keys; with as many features, or (latent attention) with others."""
+Attended = Float[Tensor, "batch query head value_feature"]
+"""What an attention function returns."""
 Logits = Float[Tensor, " vocab"]
 """Of one position."""
+Visible = Bool[Tensor, "query key"]
+"""Which keys each query reads."""
+
 Shaped = tuple[str, Sequence[int], Sequence[str]]
 """An array's name, its shape, and the names of its axes."""
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from jaxtyping import Bool
 from torch import Tensor
 
 from kvdrift.diagnosis.visibility import hidden, is_causal
+from kvdrift.shapes import Visible
 from kvdrift.tracing.seam import AttentionCall
 
 BLOCK = 1 << 20
@@ -28,7 +28,7 @@ _FLOAT32_SCORES = ("sdpa", "flex", "flash", "paged|sdpa", "paged|flash")
 _IRRELEVANT = frozenset({"s_aux", "position_ids", "cache_position"})
 
 
-def excess(call: AttentionCall, visible: Bool[Tensor, "query key"] | None = None, attn: str | None = None) -> float:
+def excess(call: AttentionCall, visible: Visible | None = None, attn: str | None = None) -> float:
     """The largest error of a call's output, as a multiple of what rounding can account for.
 
     Parameters
@@ -172,14 +172,14 @@ class _Exact:
     key: Tensor
     value: Tensor
     mask: Tensor | None
-    visible: Tensor | None
+    visible: Visible | None
     sinks: Tensor | None
     scaling: float
     softcap: float | None
     rounds_scores: bool
 
     @classmethod
-    def of(cls, call: AttentionCall, visible: Tensor | None, attn: str | None) -> _Exact:
+    def of(cls, call: AttentionCall, visible: Visible | None, attn: str | None) -> _Exact:
         n_queries, n_keys = call.query.shape[2], call.key.shape[2]
         if visible is None:
             visible = torch.ones(n_queries, n_keys, dtype=torch.bool)

@@ -25,6 +25,7 @@ from kvdrift.paths.cache_on import CacheOn
 from kvdrift.paths.capabilities import stateless
 from kvdrift.paths.path import Path, on_copy
 from kvdrift.paths.path_capabilities import has_cache, manner
+from kvdrift.shapes import Logits
 
 TOLERANCE = 1e-9
 """Relative to the largest entry: equivalent paths agree to 1e-12 or better, and 1e-9 is far below any fault."""
@@ -153,7 +154,7 @@ def _by_constants(copy: Model, case: Case, b: Path, moment: Moment, difference: 
 
 
 def _wrong(
-    copy: Model, plain: CacheOn, tokens: Sequence[int], logits_a: Tensor, logits_b: Tensor
+    copy: Model, plain: CacheOn, tokens: Sequence[int], logits_a: Logits, logits_b: Logits
 ) -> Literal["a", "b"] | None:
     """Which path is wrong: the other one agrees with the whole sequence in one pass that fills an empty cache.
 

@@ -8,7 +8,6 @@ from itertools import takewhile
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from kvdrift.bits import same_bits
@@ -45,6 +44,7 @@ from kvdrift.models.rope import rope_switch
 from kvdrift.paths.capabilities import cache_of
 from kvdrift.paths.path import Path
 from kvdrift.paths.path_capabilities import anew, begins_saved, declared_loss, has_cache, holds, own_cache
+from kvdrift.shapes import Logits
 
 REPEATED_STEPS = 3
 NATIVE_SHARE = 0.1
@@ -225,7 +225,7 @@ class Gathering:
                     "on trust."
                 )
 
-    def _logits(self, path: Path, case: Case) -> list[Tensor]:
+    def _logits(self, path: Path, case: Case) -> list[Logits]:
         """Logits of the first steps, natively and with nothing watching."""
         run = path.start(self.model, case.prompt)
         try:

@@ -34,6 +34,7 @@ from kvdrift.paths.cache_off import CacheOff
 from kvdrift.paths.capabilities import cache_of, left_padding, stateless
 from kvdrift.paths.path import Path
 from kvdrift.paths.path_capabilities import begins_filled, manner, own_cache, prefill_chunk
+from kvdrift.shapes import Logits
 
 NEW_TOKENS = 8
 NAME = "generate()"
@@ -124,7 +125,7 @@ class _Written:
     """
 
     tokens: list[list[int]]
-    logits: list[Tensor]
+    logits: list[Logits]
 
 
 @dataclass(frozen=True)
@@ -226,7 +227,7 @@ class _Calls:
             found["prefill_chunk_size"] = prefill_chunk(path)
         return found
 
-    def _followed(self, tokens: Sequence[int], control: Control) -> list[Tensor]:
+    def _followed(self, tokens: Sequence[int], control: Control) -> list[Logits]:
         """Logits of the path itself over the tokens that ``generate()`` wrote."""
         run = self.path.start(self.model, self.case.prompt, with_arm(self.path.controls, (control,)))
         try:

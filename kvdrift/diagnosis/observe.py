@@ -19,6 +19,7 @@ from kvdrift.paths.capabilities import left_padding, unplaced, written
 from kvdrift.paths.path import Run
 from kvdrift.paths.stepper import Shown, Stepper
 from kvdrift.paths.written import Written
+from kvdrift.shapes import Logits
 from kvdrift.tracing.seam import AttentionCall, Order, Output, seam
 from kvdrift.tracing.tap import Tap, n_tokens
 
@@ -80,7 +81,7 @@ class Snapshot:
     position: int
     rows: dict[Key, Tensor]
     kv: dict[Key, tuple[Tensor, Sequence[int]]]
-    logits: Tensor
+    logits: Logits
     calls: list[Call] = field(default_factory=list)
     rotary: int | None = None
 

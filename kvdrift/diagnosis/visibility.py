@@ -16,6 +16,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from kvdrift.models.architecture import LayerInfo
+from kvdrift.shapes import Visible
 from kvdrift.tracing.seam import AttentionCall
 
 MARK = 1024.0
@@ -107,7 +108,7 @@ def seen(call: AttentionCall) -> Bool[Tensor, "batch head query key"]:
 
 def expected(
     info: LayerInfo, query_positions: Sequence[int], key_positions: Sequence[int], causal: bool = True
-) -> Bool[Tensor, "query key"]:
+) -> Visible:
     """Which keys each query should read, by positions and the layer's window alone.
 
     Parameters

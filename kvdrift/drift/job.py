@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from kvdrift import provenance
 from kvdrift.controls.precision import cast_copy
@@ -26,6 +25,7 @@ from kvdrift.models.sites import ALL_SITES, GLOBAL_SITES, LOGITS, PATTERN, parse
 from kvdrift.paths.path import Path, on_copy, path_info, path_settings
 from kvdrift.paths.path_capabilities import anew, holds, rows_per_pass
 from kvdrift.paths.sampling import greedy
+from kvdrift.shapes import Logits
 
 LOCAL_SITES = ("attn_out", "mlp_out", "resid_post")
 
@@ -151,7 +151,7 @@ class Job:
     def run(self, prompt: Prompt, forced: list[int] | None, n_steps: int, tick: Callable[[], object]) -> Drift:
         """The drift over one prompt, with its control's on the same tokens."""
 
-        def choose(logits_a: Tensor, logits_b: Tensor | None, step: int) -> int:
+        def choose(logits_a: Logits, logits_b: Logits | None, step: int) -> int:
             if forced is not None:
                 return forced[step]
             logits = logits_a if self.tokens == "a" else logits_b

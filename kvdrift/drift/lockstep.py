@@ -22,6 +22,7 @@ from kvdrift.models.model import Model
 from kvdrift.models.sites import BLOCK_SITES, GLOBAL_SITES
 from kvdrift.paths.path import Path
 from kvdrift.paths.stepper import Shown, Stepper, rows_where, started
+from kvdrift.shapes import Logits
 from kvdrift.tracing.borrow import Borrow
 from kvdrift.tracing.tap import Tap, Values
 
@@ -128,7 +129,7 @@ class Lockstep:
     def walk(
         self,
         ids: Sequence[int],
-        choose: Callable[[Tensor, Tensor | None, int], int],
+        choose: Callable[[Logits, Logits | None, int], int],
         n_steps: int,
         stop: frozenset[int] = frozenset(),
         tick: Callable[[], object] = lambda: None,
@@ -202,7 +203,7 @@ class Lockstep:
 
     # --- steps
 
-    def _pass_over(self, walk: _Walk, token: int) -> tuple[Tensor, Tensor | None]:
+    def _pass_over(self, walk: _Walk, token: int) -> tuple[Logits, Logits | None]:
         """A step that is not measured: path a predicts, the others only consume."""
         shown = walk.a.step(token, watch=self.plan.self_drift)
         for stepper in (walk.b, *walk.floors):
@@ -211,7 +212,7 @@ class Lockstep:
             walk.before["self_a"] = _reading(walk.a, shown)
         return shown.logits, None
 
-    def _measure(self, walk: _Walk, number: int, token: int | None) -> tuple[Tensor, Tensor | None]:
+    def _measure(self, walk: _Walk, number: int, token: int | None) -> tuple[Logits, Logits | None]:
         """One step of everything; keeps its numbers, and gives the logits of a and b."""
         plan = self.plan
         b = walk.b.step(token)

@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvdrift.models.model import Model
+from kvdrift.shapes import Logits
 
 After = Callable[[Tensor], Tensor]
 
@@ -40,9 +41,7 @@ class Float32Head:
 
     @classmethod
     @torch.no_grad()
-    def find(
-        cls, model: Model, state: Float[Tensor, "1 d_model"], logits: Float[Tensor, " vocab"]
-    ) -> Float32Head | None:
+    def find(cls, model: Model, state: Float[Tensor, "1 d_model"], logits: Logits) -> Float32Head | None:
         """The head of ``model``, or None where ``state`` and its weights do not explain ``logits`` bit for bit."""
         head = model.tree.head
         weight = getattr(head, "weight", None)

@@ -6,17 +6,19 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from jaxtyping import Float64
 from torch import Tensor
 
 from kvdrift.bits import same_bits
 from kvdrift.drift.metrics import kl_divergence, logit_l2
+from kvdrift.shapes import Logits
 
 FLOATS = ("logit_l2", "kl", "flip", "identical", "unchanged", "moved", "signature")
 """The numbers of an arm at a step, beside its top-1 token; `kvdrift.patching.outcome.Outcomes` says what they are."""
 
 
 def arm_metrics(
-    logits: Sequence[tuple[Tensor, float]], donor: Tensor, own: Tensor, wide: Tensor | None
+    logits: Sequence[tuple[Logits, float]], donor: Logits, own: Logits, wide: Logits | None
 ) -> list[dict[str, float]]:
     """Every arm against the donor at one step.
 
@@ -50,7 +52,7 @@ def arm_metrics(
     return rows
 
 
-def _centred(logits: Tensor, reference: Tensor) -> Tensor:
+def _centred(logits: Logits, reference: Logits) -> Float64[Tensor, " vocab"]:
     """The error of some logits, centred over the vocabulary, float64 ``[vocab]``; masked tokens have none."""
     error = logits.double() - reference.to(logits.device).double()
     error = torch.where(error.isfinite(), error, 0.0)

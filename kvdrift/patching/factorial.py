@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from tqdm.auto import tqdm
 
 from kvdrift.bits import same_bits
@@ -29,6 +28,7 @@ from kvdrift.paths.path import Path
 from kvdrift.paths.path_capabilities import refuse_rows
 from kvdrift.paths.sampling import greedy
 from kvdrift.paths.stepper import Stepper, started
+from kvdrift.shapes import Logits
 from kvdrift.tracing.tap import Tap
 from kvdrift.tracing.writer import Block, Writer
 
@@ -146,13 +146,13 @@ def _one_prompt(setup: Setup, number: int, on: Model, off: Model, seed: int, bar
     return found | {"fed": np.array(tokens[len(ids) :])}
 
 
-def _crossed(model: Model, at: Stepper, token: int, own: State, other: State, writer: Writer) -> Tensor:
+def _crossed(model: Model, at: Stepper, token: int, own: State, other: State, writer: Writer) -> Logits:
     """One step from ``at`` that reads the other path's past K/V."""
     given, _ = gather(PAST, model, own, other, None, 0)
     return _step(at, token, own, writer, [entry.block for entry in given])
 
 
-def _nudged(model: Model, at: Stepper, token: int, own: State, writer: Writer, key: tuple[int, int]) -> Tensor:
+def _nudged(model: Model, at: Stepper, token: int, own: State, writer: Writer, key: tuple[int, int]) -> Logits:
     """One step from ``at`` that reads its own past K/V with one entry moved by one ulp: the first of `DRAWS` random
     entries whose move changes a bit of the logits, or the last."""
     given, _ = gather(PAST, model, own, own, None, 0)
@@ -166,7 +166,7 @@ def _nudged(model: Model, at: Stepper, token: int, own: State, writer: Writer, k
     return logits
 
 
-def _step(at: Stepper, token: int, own: State, writer: Writer, blocks: list[Block]) -> Tensor:
+def _step(at: Stepper, token: int, own: State, writer: Writer, blocks: list[Block]) -> Logits:
     """One step of a fork of ``at`` with ``blocks`` written."""
     writer.load(blocks)
     with at.fork() as fork, writer:
@@ -174,7 +174,7 @@ def _step(at: Stepper, token: int, own: State, writer: Writer, blocks: list[Bloc
         return fork.step(token, watch=False, finite=False).logits
 
 
-def _distances(y: dict[str, Tensor]) -> dict[str, float]:
+def _distances(y: dict[str, Logits]) -> dict[str, float]:
     """Every pair of `PAIRS` by every metric."""
     y = {name: logits.to(y["y00"].device) for name, logits in y.items()}
     found: dict[str, float] = {}

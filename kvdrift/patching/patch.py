@@ -7,7 +7,6 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 from tqdm.auto import tqdm
 
 from kvdrift.drift.stacking import pad_stack
@@ -24,6 +23,7 @@ from kvdrift.paths.sampling import greedy
 from kvdrift.paths.stepper import started
 from kvdrift.paths.text import write
 from kvdrift.renamed import renamed
+from kvdrift.shapes import Logits
 from kvdrift.tracing.trace import Trace
 
 
@@ -137,7 +137,7 @@ def one_prompt(
     """The arms of some cells over one prompt, on the donor's tokens or those given."""
     walk.trace = setup.trace(number)
 
-    def choose(donor: State, patched: Tensor, step: int) -> int:
+    def choose(donor: State, patched: Logits, step: int) -> int:
         return greedy(donor.logits, step) if setup.follow is None else setup.follow[number][step]
 
     return walk.over(setup.prompts[number].ids, cells, arms, choose, setup.lengths[number], setup.stop, tick)

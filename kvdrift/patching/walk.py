@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from kvdrift.controls.control import Control
 from kvdrift.controls.precision import cast_copy
@@ -27,12 +26,13 @@ from kvdrift.paths.capabilities import overwritable, stateless
 from kvdrift.paths.path import Path, on_copy
 from kvdrift.paths.path_capabilities import anew, holds, rows_per_pass
 from kvdrift.paths.stepper import Stepper, rows_where, started
+from kvdrift.shapes import Logits
 from kvdrift.tracing.finite import is_nonfinite
 from kvdrift.tracing.tap import Tap, Where
 from kvdrift.tracing.trace import Trace
 from kvdrift.tracing.writer import Block, Writer
 
-Choose = Callable[[State, Tensor, int], int]
+Choose = Callable[[State, Logits, int], int]
 """``(donor, logits of the first patched arm, step)`` → the token that all consume next."""
 Rows = dict[str, np.ndarray]
 
@@ -338,7 +338,7 @@ class Walk:
         source: State,
         own: State,
         writer: Writer,
-    ) -> tuple[Tensor, float]:
+    ) -> tuple[Logits, float]:
         """One step of one arm: its logits, and how far what was written lies from its own values."""
         if runner.stepper is None:
             return own.logits, np.nan

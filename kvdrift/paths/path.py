@@ -7,14 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any, Protocol
 
-from jaxtyping import Float
-from torch import Tensor
-
 from kvdrift.controls import Control
 from kvdrift.errors import InputError
 from kvdrift.models.labels import PathInfo
 from kvdrift.models.model import Model
 from kvdrift.settings import attributes_of, settings_of
+from kvdrift.shapes import Logits
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,7 @@ class Step:
         Which pass of its run gave it, counted from 0.
     """
 
-    logits: Float[Tensor, " vocab"]
+    logits: Logits
     position: int
     row: int = 0
     n_rows: int = 1

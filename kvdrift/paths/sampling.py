@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from jaxtyping import Float
-from torch import Tensor
+from kvdrift.shapes import Logits
 
 
 @runtime_checkable
 class Sampler(Protocol):
     """Chooses a token from logits. It is given the step, so that its noise can be keyed by it."""
 
-    def __call__(self, logits: Float[Tensor, " vocab"], step: int) -> int:
+    def __call__(self, logits: Logits, step: int) -> int:
         """The next token."""
         ...
 
@@ -23,6 +22,6 @@ def following(tokens: Sequence[int]) -> Sampler:
     return lambda logits, step: tokens[step]
 
 
-def greedy(logits: Float[Tensor, " vocab"], step: int) -> int:
+def greedy(logits: Logits, step: int) -> int:
     """The most likely token; ``torch.argmax`` of the stored values, as ``generate`` takes it."""
     return int(logits.argmax())

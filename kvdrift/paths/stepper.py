@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from kvdrift.controls import Control
 from kvdrift.errors import NonFiniteError
 from kvdrift.models.architecture import LayerInfo
@@ -17,6 +15,7 @@ from kvdrift.paths.capabilities import extend, unplaced
 from kvdrift.paths.nonfinite import explain_nonfinite
 from kvdrift.paths.path import Path, Run, Step
 from kvdrift.paths.path_capabilities import rows_per_pass
+from kvdrift.shapes import Logits
 from kvdrift.tracing.finite import is_nonfinite
 from kvdrift.tracing.tap import Tap, Values, Where, at_row
 from kvdrift.tracing.writer import as_index
@@ -55,7 +54,7 @@ class Shown:
         return self.passes[-1] if self.passes else {}
 
     @property
-    def logits(self) -> Tensor:
+    def logits(self) -> Logits:
         """Logits of the step, ``[vocab]``."""
         return self.step.logits
 

@@ -21,11 +21,12 @@ from torch import Tensor, nn
 
 from kvdrift.backends.kinds import kind_of
 from kvdrift.errors import InputError
+from kvdrift.shapes import Attended, Keys, KeyValues, Queries
 
 ATTENTION_KERNEL = "the kernel that attention runs"
 """What a link at `Order.KERNEL` decides alone."""
 
-Output = tuple[Tensor, Tensor | None]
+Output = tuple[Attended, Tensor | None]
 """What an attention function returns: ``[batch, query, head, feature]`` and, under eager, the pattern."""
 
 
@@ -50,9 +51,9 @@ class AttentionCall:
     """
 
     module: nn.Module
-    query: Tensor
-    key: Tensor
-    value: Tensor
+    query: Queries
+    key: Keys
+    value: KeyValues
     mask: Tensor | None
     kwargs: dict[str, Any]
     native: Callable[..., Output]
@@ -245,9 +246,9 @@ def _unwrap(table: MutableMapping[str, Callable[..., Output]]) -> None:
 def _wrapper(original: Callable[..., Output] | None) -> Callable[..., Output]:
     def attention(
         module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        query: Queries,
+        key: Keys,
+        value: KeyValues,
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> Output:
@@ -259,9 +260,9 @@ def _wrapper(original: Callable[..., Output] | None) -> Callable[..., Output]:
 
 def _attend(
     module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    query: Queries,
+    key: Keys,
+    value: KeyValues,
     mask: Tensor | None,
     kwargs: dict[str, Any],
     native: Callable[..., Output],

@@ -85,7 +85,7 @@ def test_a_wrong_prefix_is_found_in_its_layer(make, layer, hf):
 
 
 def test_a_saved_prefix_by_a_factory_is_rounding():
-    hf = tiny("llama", dtype=torch.bfloat16, num_hidden_layers=1)
+    hf = tiny("llama", dtype=torch.bfloat16, num_hidden_layers=2)
     with torch.no_grad():
         cache = one_by_one(hf)
     verdict = diagnose(hf, a=kd.CacheOn(cache=lambda: copy.deepcopy(cache)))

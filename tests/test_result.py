@@ -144,7 +144,5 @@ def test_a_trace_or_an_evaluation_that_does_not_fit_together_is_refused():
         replace(trace, tensors=trace.tensors | {site: trace.tensors[site][1:]})
     with pytest.raises(InputError, match=f"'valid/{site}' has the shape "):
         replace(trace, masks=trace.masks | {site: trace.masks[site][..., :-1]})
-    with pytest.raises(InputError, match=r"'trials of .*strategy and seed 0"):
-        replace(evaluation, strategies=())
     with pytest.raises(InputError, match=f"'null of .*replicate {evaluation.replicates + 1}"):
         replace(evaluation, replicates=evaluation.replicates + 1)

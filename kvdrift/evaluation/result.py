@@ -86,12 +86,11 @@ class Evaluation(Saved, Result):
 
     def _shapes(self) -> Iterator[Shaped]:
         for record in self.records:
-            yield f"trials of {record.item}", (len(record.trials),), ("strategy and seed",)
             for null in (each.null for each in (record.gold, *record.trials) if each is not None):
                 yield f"null of {record.item}", (len(null),), ("replicate",)
 
     def _lengths(self) -> dict[str, int]:
-        return {"strategy and seed": len(self.strategies) * len(self.seeds), "replicate": self.replicates}
+        return {"replicate": self.replicates}
 
     # --- numbers
 

@@ -93,7 +93,8 @@ class Stepper:
 
     def __init__(self, run: Run, tokens: Sequence[int], tap: Tap | None = None) -> None:
         self.run, self.tap, self.tokens = run, tap, list(tokens)
-        self._rows = rows_per_pass(*filter(None, [getattr(run, "path", None)]))
+        path: Path | None = getattr(run, "path", None)  # a run of somebody else's need not say it
+        self._rows = 1 if path is None else rows_per_pass(path)
         self._latest: Shown | None = None  # the pass whose rows are not all served yet
 
     def step(self, token: int | Sequence[int] | None = None, *, watch: bool = True, finite: bool = True) -> Shown:
